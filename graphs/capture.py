@@ -1,0 +1,137 @@
+"""The one place where the graph of an adapted model is captured and compiled.
+
+Prefill, mixed and decode steps of any size go through the same graph: T, B, W, L, M, R and the number of blocks are dynamic,
+and sizes of 1 are no special case.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from tqdm import tqdm
+
+from graphs.inputs import InputArena, StepSizes
+from graphs.kv_cache import KVCache
+from models.adapted import AdaptedModel
+from models.step_inputs import FIELDS, StepInputs, StepOutputs
+
+logger = logging.getLogger(__name__)
+
+# Sizes to trace with: all different and at least 2, since equal sizes would share a symbol and 0 and 1 be specialised.
+EXAMPLE_SIZES = StepSizes(tokens=13, sequences=3, table_width=5, rows=6, masked=2, previous_rows=9)
+
+
+def compiler_missing(device: torch.device) -> str | None:
+    """Say which compiler inductor would need on this machine and not find, or None."""
+    compiler = os.environ.get("CXX", "g++")
+    return None if shutil.which(compiler) else f"the C++ compiler {compiler!r}, which inductor needs for {device.type},"
+
+
+class CapturedGraph:
+    """`module` compiled into one graph that is a function of the step's inputs and of the caches.
+
+    Compiles at the first call, of which `example_inputs` gives the arguments. `graphs` collects the FX graph of every
+    compilation: one, unless something made Dynamo compile again, which `num_recompiles` counts.
+    """
+
+    def __init__(self, module: AdaptedModel, *, progress: bool = True) -> None:
+        self.graphs: list[fx.GraphModule] = []
+        self.seconds = 0.0
+        self._progress = progress
+        self._function = torch.compile(_own_function(module), backend=self._compile, fullgraph=True, dynamic=None)
+
+    @property
+    def num_recompiles(self) -> int:
+        """Number of compilations after the first."""
+        return max(0, len(self.graphs) - 1)
+
+    def __call__(self, inputs: StepInputs, k_caches: list[Tensor], v_caches: list[Tensor]) -> StepOutputs:
+        """Run the graph. Side effects: the caches; a compilation, if Dynamo's guards do not hold."""
+        return self._function(inputs, k_caches, v_caches)
+
+    def compile(self, cache: KVCache, device: torch.device) -> None:
+        """Compile now, on example inputs that read and write nothing but the null block."""
+        inputs = example_inputs(device)
+        for tensor in (*cache.k, *cache.v):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        start = time.perf_counter()
+        with _compile_settings(), _moving_bar(f"compile: tracing {cache.num_blocks} blocks", self._progress) as self._bar:
+            self(inputs, cache.k, cache.v)
+        self.seconds = time.perf_counter() - start
+
+    def _compile(self, graph: fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
+        from torch._inductor.compile_fx import compile_fx
+
+        self.graphs.append(graph)
+        if len(self.graphs) > 1:
+            logger.warning("recompiled (%d graphs now): a size, dtype or setting changed in use", len(self.graphs))
+        self._bar.set_description(f"compile: inductor, {len(graph.graph.nodes)} nodes")
+        with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+            return compile_fx(graph, example)
+
+
+def example_inputs(device: torch.device) -> StepInputs:
+    """Inputs of EXAMPLE_SIZES with every dynamic dimension marked. All zero: no sequence has a token of its own."""
+    arena = InputArena(device)
+    arena.carve(EXAMPLE_SIZES).seq_lens.fill_(1)
+    inputs = arena.upload()
+    for tensor, (_, dims) in zip(inputs, FIELDS.values(), strict=True):
+        for index, dim in enumerate(dims):
+            if dim != "G":
+                torch._dynamo.mark_dynamic(tensor, index)
+    return inputs
+
+
+def _own_function(module: AdaptedModel) -> Callable[..., StepOutputs]:
+    """Wrap a module in a function with a code object of its own.
+
+    Dynamo keeps its cache, and the limit on its size, per code object: engines in one process must not share one.
+    """
+
+    def run(inputs: StepInputs, k_caches: list[Tensor], v_caches: list[Tensor]) -> StepOutputs:
+        return module(inputs, k_caches, v_caches)
+
+    return types.FunctionType(run.__code__.replace(), run.__globals__, "run", None, run.__closure__)
+
+
+@contextmanager
+def _compile_settings() -> Iterator[None]:
+    """Sizes of 1 unspecial, floats constant (scales and softcaps are the model's), and no history of other runs."""
+    import torch._dynamo.config
+    import torch.fx.experimental._config
+
+    with (
+        torch.fx.experimental._config.patch(backed_size_oblivious=True),
+        torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_local_pgo=False),
+    ):
+        yield
+
+
+@contextmanager
+def _moving_bar(description: str, enabled: bool) -> Iterator[tqdm]:
+    """A bar of elapsed seconds that moves while the compiler, which reports no progress, is at work."""
+    done = threading.Event()
+    with tqdm(desc=description, bar_format="{desc} {elapsed}{postfix}", disable=not enabled) as bar:
+
+        def move() -> None:
+            while not done.wait(0.5):
+                bar.update()
+                bar.refresh()
+
+        thread = threading.Thread(target=move, daemon=True)
+        thread.start()
+        try:
+            yield bar
+        finally:
+            done.set()
+            thread.join()

@@ -1,0 +1,57 @@
+"""What runs a step: the adapted module as it is, or the graph compiled from it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from graphs.capture import CapturedGraph
+from graphs.kv_cache import KVCache
+from models.adapted import AdaptedModel
+from models.step_inputs import StepInputs, StepOutputs
+
+
+class Executor(Protocol):
+    """Runs steps over the caches it was made with."""
+
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """Run one step. Side effect: the caches. Outputs are on the inputs' device."""
+
+    @property
+    def num_recompiles(self) -> int:
+        """Compilations after warm-up."""
+
+
+class EagerExecutor:
+    """Runs the adapted module uncompiled."""
+
+    num_recompiles = 0
+
+    def __init__(self, module: AdaptedModel, cache: KVCache) -> None:
+        self._module, self._cache = module, cache
+
+    @torch.no_grad()
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """See Executor."""
+        return self._module(inputs, self._cache.k, self._cache.v)
+
+
+class CompiledExecutor:
+    """Runs the one compiled graph; compiles it when made."""
+
+    def __init__(self, module: AdaptedModel, cache: KVCache, device: torch.device, *, progress: bool = True) -> None:
+        self._cache = cache
+        self.graph = CapturedGraph(module, progress=progress)
+        with torch.no_grad():
+            self.graph.compile(cache, device)
+
+    @property
+    def num_recompiles(self) -> int:
+        """See Executor."""
+        return self.graph.num_recompiles
+
+    @torch.no_grad()
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """See Executor."""
+        return self.graph(inputs, self._cache.k, self._cache.v)

@@ -1,0 +1,109 @@
+"""The paged K and V tensors of a model, and how many blocks of them fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from models.report import CachePlan
+from ops.providers import Choice
+
+CPU_POOL_BYTES = 4 << 30
+
+
+class KVCache:
+    """One K and one V tensor per cache of the plan, each [num_blocks, block_size, kv heads, head dim]."""
+
+    def __init__(
+        self, plan: CachePlan, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, copy: Choice
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._copy = copy.overload
+        # Uninitialised: a fresh pool costs no memory traffic, and no op may depend on what a free block holds.
+        self.k = [self._empty(site.num_kv_heads, site.k_dim, dtype, device) for site in plan.caches]
+        self.v = [self._empty(site.num_kv_heads, site.v_dim, dtype, device) for site in plan.caches]
+        for tensor in (*self.k, *self.v):
+            tensor[0] = 0  # the null block: padding reads its first slot
+
+    def _empty(self, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(self.num_blocks, self.block_size, heads, dim, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all K and V tensors."""
+        return sum(tensor.nbytes for tensor in (*self.k, *self.v))
+
+    def copy_blocks(self, src_dst: Tensor) -> None:
+        """Copy whole blocks in all layers; src_dst [N, 2] int64 block ids. Side effect: the destination blocks."""
+        self._copy([*self.k, *self.v], src_dst)
+
+
+def usable_memory(device: torch.device) -> int:
+    """Bytes the process may use on `device` in all: a GPU's total memory, or what the machine and its cgroup allow."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    limits = [psutil.virtual_memory().total, *_cgroup_limits()]
+    return min(limits)
+
+
+def _cgroup_limits() -> list[int]:
+    """Memory limits of this process's cgroup and of those above it (v2 and v1), in bytes; none if unlimited."""
+    try:
+        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    except OSError:  # not Linux
+        return []
+    limits = []
+    for _, controllers, path in groups:
+        root, file = Path("/sys/fs/cgroup"), "memory.max"
+        if controllers == "memory":
+            root, file = root / "memory", "memory.limit_in_bytes"
+        elif controllers:
+            continue
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder == root.parent:
+                break
+            if (limit := folder / file).exists() and (text := limit.read_text().strip()).isdigit():
+                limits.append(int(text))
+    return limits
+
+
+def num_blocks_for_memory(
+    plan: CachePlan,
+    *,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    utilization: float,
+    weight_bytes: int,
+    max_tokens: int,
+) -> int:
+    """Number of blocks (the null block included) that a pool may have, by memory and by what could ever be used.
+
+    On a CPU: min(utilization * usable memory - weights, max_tokens, 4 GiB); on a GPU without the last bound, what other
+    processes hold being taken off. Raises ValueError if not even one usable block fits.
+    """
+    budget = int(utilization * usable_memory(device))
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget -= total - free
+    else:
+        budget = min(budget - weight_bytes, CPU_POOL_BYTES)
+    bytes_per_block = plan.bytes_per_token(dtype.itemsize) * block_size
+    fitting = budget // bytes_per_block
+    if fitting < 2:
+        raise ValueError(
+            f"no room for a KV cache: {budget / 2**20:.0f} MiB are left of {usable_memory(device) / 2**20:.0f} MiB at "
+            f"gpu_memory_utilization={utilization}, and two blocks need {2 * bytes_per_block / 2**20:.1f} MiB; raise "
+            "gpu_memory_utilization, lower block_size, or set kv_cache_memory_bytes or num_blocks"
+        )
+    return min(fitting, -(-max_tokens // block_size) + 1)
+
+
+def process_rss() -> int:
+    """Resident bytes of this process."""
+    return psutil.Process(os.getpid()).memory_info().rss

@@ -1,0 +1,110 @@
+"""`AdaptedModel`: a Hugging Face decoder over a paged cache, with sampling, as one traceable module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models.attention import PAGED, AttentionStep, bind, use_attention
+from models.families import PROVEN
+from models.probe import probe
+from models.report import CachePlan, RewriteReport, Verdict
+from models.rewrite import LoadPlan, apply_rules
+from models.rules import DEFAULT_RULES
+from models.step_inputs import StepInputs, StepOutputs
+from ops.providers import Choice, select
+
+
+class AdaptedModel(nn.Module):
+    """Runs the tokens of all sequences of a step, packed, and draws the next token of the rows asked for."""
+
+    def __init__(self, model: PreTrainedModel, plan: CachePlan, step: AttentionStep, sample: Choice) -> None:
+        super().__init__()
+        self.model, self.plan = model, plan
+        self._step, self._sample = step, sample.overload
+
+    def forward(self, inputs: StepInputs, k_caches: list[Tensor], v_caches: list[Tensor]) -> StepOutputs:
+        """Write the step's K and V into the caches (one of each per cache of the plan, [N, block_size, K, D]) and
+        return the drawn tokens and their logits. Side effect: the caches."""
+        self._step.begin(inputs, k_caches, v_caches)
+        fed_back = inputs.prev_tokens[inputs.prev_row.clamp(min=0)]
+        input_ids = torch.where(inputs.prev_row < 0, inputs.input_ids, fed_back)
+        logits = self.model(
+            input_ids=input_ids[None],
+            position_ids=inputs.positions[None],
+            use_cache=False,
+            logits_to_keep=inputs.logits_indices,
+        ).logits[0]
+        self._step.end()
+        tokens = self._sample(
+            logits,
+            inputs.temperature,
+            inputs.top_k,
+            inputs.top_p,
+            inputs.min_p,
+            inputs.noise_key,
+            inputs.noise_position,
+            inputs.masked_ids,
+        )
+        return StepOutputs(tokens, logits)
+
+
+@dataclass
+class Adaptation:
+    """An adapted model that may still be without weights, how to load them, and what was done to it."""
+
+    module: AdaptedModel
+    source: PreTrainedModel
+    load_plan: LoadPlan
+    shapes: dict[str, torch.Size]
+    report: RewriteReport
+    choices: tuple[Choice, ...]
+
+    def materialise(self, device: torch.device, *, own: bool, dtype: torch.dtype | None = None) -> None:
+        """Give every meta parameter storage on `device` (uninitialised), ties kept, and move buffers there.
+
+        own: also replace parameters that are shared with a user's module, so that loading cannot change it.
+        dtype: of the replaced floating-point parameters; None keeps each one's own.
+        """
+        fresh: dict[int, nn.Parameter] = {}
+        for module in self.module.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.is_meta or own:
+                    if id(parameter) not in fresh:
+                        cast = dtype if parameter.is_floating_point() else None
+                        empty = torch.empty_like(parameter, device=device, dtype=cast)
+                        fresh[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+                    setattr(module, name, fresh[id(parameter)])
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                module._buffers[name] = buffer.clone() if own and buffer.device == device else buffer.to(device)
+
+    def destinations(self) -> dict[str, Tensor]:
+        """Map each name of the unmodified model's state to the tensor of the adapted one that it is copied into."""
+        return self.load_plan.destinations(self.module.model, self.shapes)
+
+
+def adapt(model: PreTrainedModel, device: torch.device, providers: dict[str, str] | None = None) -> Adaptation:
+    """Probe and rewrite `model`, a structure of our own (see models/skeleton.py), for execution on `device`.
+
+    providers: op name -> provider, to override the choice by device. Raises UnsupportedModelError.
+    """
+    seen = probe(model)
+    architecture = type(model).__name__
+    verdict = Verdict.PROVEN if architecture in PROVEN else Verdict.UNPROVEN
+    state = model.state_dict()
+    shapes = {name: tensor.shape for name, tensor in state.items()}
+    stacks, outcomes = apply_rules(model, seen, DEFAULT_RULES)
+    providers = providers or {}
+    attention, write, sample = (
+        select(op, device, providers.get(op)) for op in ("paged_attention", "write_kv", "sample")
+    )
+    step = AttentionStep(seen.plan, attention, write)
+    for site in seen.plan.sites:
+        bind(model.get_submodule(site.module), step)
+    use_attention(model, PAGED)
+    module = AdaptedModel(model, seen.plan, step, sample).eval()
+    report = RewriteReport(architecture, verdict, seen.plan, outcomes)
+    return Adaptation(module, model, LoadPlan(tuple(shapes), stacks), shapes, report, (attention, write, sample))

@@ -1,0 +1,104 @@
+"""Rules that rewrite an adapted model, and the plan by which its weights are loaded afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from models.probe import Probe
+from models.report import RuleOutcome
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Where the parameters of the unmodified model live after a rule: concatenated along `dim` of `destination`."""
+
+    destination: str
+    dim: int
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """One place where a rule can be applied: the module, the members concerned, and why or why not."""
+
+    module: str
+    members: tuple[str, ...]
+    reason: str
+    applies: bool = True
+
+
+class Rule(Protocol):
+    """An optional rewrite. Never needed for correctness; skipped when unsure."""
+
+    name: str
+
+    def find(self, model: PreTrainedModel, probe: Probe) -> list[Rewrite]:
+        """List the places where the rule applies, or would but for the reason given. Changes nothing."""
+
+    def apply(self, module: nn.Module, members: tuple[str, ...]) -> list[Stack]:
+        """Rewrite one module in place; new parameters are on the meta device. Returns stacks relative to it."""
+
+    def verify(self, model: PreTrainedModel, probe: Probe, rewrite: Rewrite) -> str | None:
+        """Compare rewritten and original on random weights; return what differs, or None if nothing does."""
+
+
+@dataclass
+class LoadPlan:
+    """Where each parameter and persistent buffer of the unmodified model goes."""
+
+    names: tuple[str, ...]
+    stacks: list[Stack] = field(default_factory=list)
+
+    def destinations(self, model: nn.Module, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+        """Map every name of the unmodified model to its tensor, or to its slice of a merged one.
+
+        `shapes` are the unmodified model's. The tensors alias the parameters of `model`: copying into them loads it.
+        """
+        state = model.state_dict(keep_vars=False)
+        found = {name: state[name] for name in self.names if name in state}
+        for stack in self.stacks:
+            sizes = [shapes[source][stack.dim] for source in stack.sources]
+            found.update(zip(stack.sources, state[stack.destination].split(sizes, stack.dim), strict=True))
+        assert found.keys() == set(self.names), set(self.names) ^ found.keys()
+        return found
+
+
+def apply_rules(
+    model: PreTrainedModel, probe: Probe, rules: Sequence[Rule]
+) -> tuple[list[Stack], list[RuleOutcome]]:
+    """Apply every rule wherever it matches and verifies. Changes `model`, which must be ours.
+
+    A rule is verified once per shape of its module, since layers repeat. Returns what to load where, and the outcomes.
+    """
+    stacks: list[Stack] = []
+    outcomes: list[RuleOutcome] = []
+    for rule in rules:
+        verdicts: dict[object, str | None] = {}
+        for rewrite in rule.find(model, probe):
+            module = model.get_submodule(rewrite.module)
+            failure: str | None = None if rewrite.applies else rewrite.reason
+            if rewrite.applies:
+                key = _shape_key(module, rewrite.members)
+                if key not in verdicts:
+                    verdicts[key] = rule.verify(model, probe, rewrite)
+                failure = verdicts[key]
+            if failure is None:
+                stacks += [_under(rewrite.module, stack) for stack in rule.apply(module, rewrite.members)]
+            outcomes.append(RuleOutcome(rule.name, rewrite.module, failure is None, failure or rewrite.reason))
+    return stacks, outcomes
+
+
+def _shape_key(module: nn.Module, members: tuple[str, ...]) -> object:
+    shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+    return type(module), members, shapes
+
+
+def _under(prefix: str, stack: Stack) -> Stack:
+    names = tuple(f"{prefix}.{source}" for source in stack.sources)
+    return Stack(f"{prefix}.{stack.destination}", stack.dim, names)

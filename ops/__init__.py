@@ -1,0 +1,10 @@
+"""The ops that graphs call: paged attention, KV-cache writes and copies, sampling.
+
+Importing this package defines them in `torch.ops.pagegraph`, with every provider that it ships. `select` picks one
+provider of an op for a device; its `overload` is what a graph calls.
+"""
+
+from ops.providers import Choice, Provider, register, select
+from ops.schema import SCHEMAS, schema_hash
+
+__all__ = ["SCHEMAS", "Choice", "Provider", "register", "schema_hash", "select"]

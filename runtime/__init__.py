@@ -1,0 +1,99 @@
+"""Compile a Hugging Face language model and serve it over a paged KV cache.
+
+    engine = runtime.compile("path/or/hub-id")
+    engine.add_request("The capital of France is", runtime.SamplingParams(max_tokens=16))
+    while engine.has_unfinished_requests():
+        for output in engine.step(): ...
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from runtime.engine import Engine
+
+
+def _check_siblings() -> None:
+    """The names of our packages are common: say so if another `ops`, `models` or `graphs` is found before ours."""
+    here = Path(__file__).resolve().parent.parent
+    for name in ("ops", "models", "graphs"):
+        spec = importlib.util.find_spec(name)
+        found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+        if found != here / name / "__init__.py":
+            raise ImportError(
+                f"pagegraph needs its own package {name!r} in {here}, but Python finds {found or 'a package without a file'}: "
+                "rename that one, or put pagegraph first on sys.path"
+            )
+
+
+_check_siblings()
+
+from runtime.outputs import CompletionOutput, RequestOutput  # noqa: E402
+from runtime.sampling import SamplingParams  # noqa: E402
+from runtime.suggest import reject_unknown  # noqa: E402
+
+__all__ = ["CompletionOutput", "RequestOutput", "SamplingParams", "compile"]
+
+
+def compile(
+    model: str | Path | PreTrainedModel,
+    *,
+    tokenizer: Any = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    backend: str = "inductor",
+    max_model_len: int | None = None,
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    kv_cache_memory_bytes: int | None = None,
+    gpu_memory_utilization: float = 0.92,
+    max_num_seqs: int = 256,
+    max_num_batched_tokens: int | None = None,
+    long_prefill_token_threshold: int = 0,
+    enable_prefix_caching: bool = True,
+    enable_chunked_prefill: bool = True,
+    seed: int = 0,
+    verify: bool = False,
+    progress: bool = True,
+    **unknown: Any,
+) -> Engine:
+    """Adapt a model to a paged KV cache, compile it into one graph, and return an engine that serves it.
+
+    Args:
+        model: a folder (config.json and *.safetensors), a Hugging Face hub id, "smollm2" (the default model of the
+            command line), or a transformers model in memory, which stays as it is.
+        tokenizer: any object with `encode(text)` and `decode(ids, skip_special_tokens=...)`; None: the folder's own.
+        dtype: "auto" is the weights' own, or float32 on a CPU without instructions for it.
+        device: "auto" is the current GPU if there is one; for a model in memory, where it lies.
+        backend: "inductor", or "eager" to run the same module uncompiled.
+        max_model_len: longest prompt and output together, in tokens. None: what the model and the pool allow.
+        block_size: tokens a block of the KV cache holds.
+        num_blocks: size of the pool in blocks, the null block included; or kv_cache_memory_bytes: in bytes. None:
+            a GPU's gpu_memory_utilization; on a CPU min(gpu_memory_utilization * usable memory - weights,
+            max_num_seqs * max_model_len tokens, 4 GiB).
+        max_num_seqs: most requests that run at once.
+        max_num_batched_tokens: token budget of a step; None is 2048.
+        long_prefill_token_threshold: most tokens of one prompt in a step; 0: the budget.
+        enable_prefix_caching: let requests reuse the blocks of equal prefixes.
+        enable_chunked_prefill: let a prompt run in pieces, mixed with other requests.
+        seed: of the noise of requests that give none.
+        verify: run the acceptance test on a small random copy of the architecture first (chunked prefill and decode,
+            mixed with other requests, against Hugging Face eager), and refuse the model if it differs.
+        progress: bars on stderr.
+
+    Raises ValueError for a model that cannot be served (before its weights are read) or a knob out of range.
+    """
+    knobs = {
+        name: value for name, value in locals().items() if name not in ("model", "tokenizer", "verify", "progress", "unknown")
+    }
+    from runtime.config import EngineConfig
+    from runtime.engine import Engine
+
+    reject_unknown(unknown, [*knobs, "tokenizer", "verify", "progress"], "runtime.compile")
+    return Engine(model, tokenizer, EngineConfig(**knobs), progress=progress)

@@ -1,0 +1,75 @@
+"""From a schedule to the inputs of the graph: plain numpy on the host side of the arena."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from graphs.inputs import InputArena, StepSizes
+from models.step_inputs import StepInputs
+from runtime.memory.kv_cache_manager import KVCacheManager
+from runtime.scheduler import Schedule, ScheduledRow
+
+
+def fill(arena: InputArena, schedule: Schedule, manager: KVCacheManager) -> StepInputs:
+    """Write the step's inputs into the arena and return the device's tensors. Side effect: the arena's content.
+
+    A step that samples nothing (chunks in mid-prompt only) still gets one row of logits, which nobody reads: the graph
+    then has no empty tensor.
+    """
+    rows = schedule.rows
+    assert rows, "an empty step has no inputs"
+    sampled = [row for row in rows if row.samples]
+    masked = [row.request.masked_token_ids() for row in sampled]
+    sizes = StepSizes(
+        tokens=schedule.num_tokens,
+        sequences=len(rows),
+        table_width=max(manager.num_blocks_for(row.start + row.num_tokens) for row in rows),
+        rows=max(1, len(sampled)),
+        masked=max(1, *(len(ids) for ids in masked), 1),
+    )
+    host = arena.carve(sizes)
+    _fill_tokens(host, rows, manager)
+    _fill_sampling(host, sampled, masked)
+    return arena.upload()
+
+
+def _fill_tokens(host: StepInputs, rows: list[ScheduledRow], manager: KVCacheManager) -> None:
+    """Tokens, positions, slots and block tables; and where each row that samples ends."""
+    input_ids, positions = host.input_ids.numpy(), host.positions.numpy()
+    table = host.block_table.numpy()[0]  # one cache group
+    table[:] = 0
+    lengths = np.array([row.num_tokens for row in rows])
+    ends = np.cumsum(lengths)
+    for index, (row, end) in enumerate(zip(rows, ends.tolist(), strict=True)):
+        start, stop = row.start, row.start + row.num_tokens
+        input_ids[end - row.num_tokens : end] = row.request.token_ids[start:stop]
+        positions[end - row.num_tokens : end] = np.arange(start, stop)
+        width = manager.num_blocks_for(stop)
+        table[index, :width] = manager.block_ids(row.request.request_id)[:width]
+        host.seq_lens.numpy()[index] = stop
+    host.prev_row.numpy()[:] = -1
+    host.prev_tokens.numpy()[:] = 0
+    owner = np.repeat(np.arange(len(rows)), lengths)
+    block, offset = np.divmod(positions, manager.block_size)
+    host.slot_mapping.numpy()[0] = table[owner, block].astype(np.int64) * manager.block_size + offset
+    query_start_loc = host.query_start_loc.numpy()
+    query_start_loc[0], query_start_loc[1:] = 0, ends
+    samples = np.array([row.samples for row in rows])
+    host.logits_indices.numpy()[:] = ends[samples] - 1 if samples.any() else 0
+
+
+def _fill_sampling(host: StepInputs, sampled: list[ScheduledRow], masked: list[tuple[int, ...]]) -> None:
+    """One row of parameters per sampled row; a greedy row that nobody reads if there is none."""
+    defaults = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "noise_key": 0, "noise_position": 0, "masked_ids": -1}
+    for name, value in defaults.items():
+        getattr(host, name).numpy()[:] = value
+    masked_ids = host.masked_ids.numpy()
+    for index, (row, ids) in enumerate(zip(sampled, masked, strict=True)):
+        request, params = row.request, row.request.params
+        host.temperature.numpy()[index] = params.temperature
+        host.top_k.numpy()[index] = min(params.top_k, np.iinfo(np.int32).max)
+        host.top_p.numpy()[index] = params.top_p
+        host.min_p.numpy()[index] = params.min_p
+        host.noise_key.numpy()[index] = request.noise_key
+        host.noise_position.numpy()[index] = request.num_tokens
+        masked_ids[index, : len(ids)] = ids

@@ -1,0 +1,433 @@
+"""The engine: requests in, one step of the schedule at a time, cumulative outputs back."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from graphs.capture import compiler_missing
+from graphs.executor import CompiledExecutor, EagerExecutor, Executor
+from graphs.inputs import InputArena
+from graphs.kv_cache import KVCache, num_blocks_for_memory
+from models.checkpoint import resolve
+from models.report import RewriteReport
+from ops.providers import select
+from runtime.batch import fill
+from runtime.config import EngineConfig
+from runtime.detokenizer import IncrementalDetokenizer
+from runtime.memory.kv_cache_manager import KVCacheManager
+from runtime.metrics import EngineStats, PhaseSeconds
+from runtime.model_loader import LoadedModel, load
+from runtime.outputs import CompletionOutput, RequestOutput
+from runtime.request import Request
+from runtime.sampling import SamplingParams
+from runtime.scheduler import Schedule, Scheduler
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BATCHED_TOKENS = 2048
+Prompt = str | list[int]
+
+
+@dataclass
+class _Stream:
+    """The text side of a live request."""
+
+    request: Request
+    prompt: str | None
+    detokenizer: IncrementalDetokenizer | None
+
+
+class Engine:
+    """Serves one model. Made by `runtime.compile`; a context manager that closes itself. Not safe to share by threads."""
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        *,
+        progress: bool = True,
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.seconds = PhaseSeconds()
+        self._progress = progress
+        self._model = load(model, tokenizer, self.config, self.seconds, progress=progress)
+        num_blocks, self.max_model_len = _size_pool(self._model, self.config)
+        manager = KVCacheManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
+        self.max_num_batched_tokens = _batched_tokens(self.config, self.max_model_len)
+        self.scheduler = Scheduler(
+            manager,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            enable_chunked_prefill=self.config.enable_chunked_prefill,
+            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
+        )
+        self.executor = self._make_executor(num_blocks)
+        self._arena = InputArena(self._model.device)
+        self._streams: dict[str, _Stream] = {}
+        self._undelivered: dict[str, RequestOutput] = {}
+        self._arrivals = itertools.count()
+        self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+        self._closed = False
+
+    def _make_executor(self, num_blocks: int) -> Executor:
+        loaded = self._model
+        copy = select("copy_blocks", loaded.device)
+        plan, module = loaded.adaptation.report.plan, loaded.adaptation.module
+        cache = KVCache(plan, num_blocks, self.config.block_size, loaded.dtype, loaded.device, copy)
+        logger.info("kv cache: %d blocks of %d tokens, %.0f MiB", num_blocks, cache.block_size, cache.nbytes / 2**20)
+        if self.config.backend == "inductor":
+            missing = compiler_missing(loaded.device)
+            if missing is None:
+                executor = CompiledExecutor(module, cache, loaded.device, progress=self._progress)
+                self.seconds.compile = executor.graph.seconds
+                logger.info("compile: one graph in %.1f s", self.seconds.compile)
+                return executor
+            warnings.warn(f"{missing} is not on this machine: running uncompiled (backend='eager')", stacklevel=4)
+        return EagerExecutor(module, cache)
+
+    @property
+    def report(self) -> RewriteReport:
+        """What adapting the model found out and did."""
+        return self._model.adaptation.report
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer in use, or None."""
+        return self._model.tokenizer
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+    ) -> str:
+        """Queue a prompt (text, or token ids) and return its id.
+
+        cache_salt: only requests with the same salt share cached prefixes. Raises ValueError for what can never run,
+        and then nothing has changed.
+        """
+        self._check_open()
+        params = params if params is not None else SamplingParams()
+        token_ids = self._tokenize(prompt, params)
+        arrival = next(self._arrivals)
+        request = Request(
+            request_id if request_id is not None else f"request-{arrival}",
+            token_ids,
+            params,
+            arrival=arrival,
+            eos_token_ids=self._model.eos_token_ids,
+            max_model_len=self.max_model_len,
+            cache_salt=cache_salt,
+            default_seed=self.config.seed,
+        )
+        if request.request_id in self._undelivered:
+            raise ValueError(f"request id {request.request_id!r} has output that step() has not returned yet")
+        self.scheduler.add(request)
+        tokenizer = self._model.tokenizer
+        detokenizer = None
+        if tokenizer is not None:
+            detokenizer = IncrementalDetokenizer(
+                tokenizer, token_ids, stop=tuple(params.stop), min_tokens=params.min_tokens
+            )
+        text = prompt if isinstance(prompt, str) else None
+        self._streams[request.request_id] = _Stream(request, text, detokenizer)
+        return request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step of the schedule and return the cumulative outputs of the requests that advanced or ended."""
+        self._check_open()
+        outputs = {**self._undelivered, **{output.request_id: output for output in self._advance()}}
+        self._undelivered.clear()
+        return list(outputs.values())
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether calling `step` again can return anything."""
+        return self.scheduler.has_unfinished() or bool(self._undelivered)
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request and free its blocks; nothing more is returned of it. Unknown ids are no error."""
+        self.scheduler.abort(request_id)
+        self._streams.pop(request_id, None)
+        self._undelivered.pop(request_id, None)
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Run prompts to their end and return their outputs in order.
+
+        params: one for all, or one for each. Requests added otherwise go on; their outputs are kept for `step`.
+        """
+        batch = _as_batch(prompts)
+        each = [params] * len(batch) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(batch):
+            raise ValueError(f"{len(batch)} prompts need one SamplingParams, or one each; {len(each)} were given")
+        finished: dict[str, RequestOutput] = {}
+        ids: list[str] = []
+        try:
+            for prompt, one in zip(batch, each, strict=True):
+                ids.append(self.add_request(prompt, one))
+            with tqdm(total=len(ids), desc="generate", unit="request", disable=not progress) as bar:
+                while len(finished) < len(ids):
+                    for output in self._advance():
+                        if output.request_id not in ids:
+                            self._undelivered[output.request_id] = output
+                        elif output.finished:
+                            finished[output.request_id] = output
+                            bar.update()
+        finally:
+            for request_id in ids:
+                if request_id not in finished:
+                    self.abort_request(request_id)
+        return [finished[request_id] for request_id in ids]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Yield the text of one prompt's completion as it grows; the pieces join to its `text`.
+
+        The request starts with the first piece asked for, and is aborted if the iterator is dropped before the end.
+        """
+        if self._model.tokenizer is None:
+            raise ValueError("streaming text needs a tokenizer: give runtime.compile(..., tokenizer=...)")
+        request_id, shown = self.add_request(prompt, params), 0
+        try:
+            while request_id in self._streams:
+                for output in self._advance():
+                    if output.request_id != request_id:
+                        self._undelivered[output.request_id] = output
+                    elif delta := output.outputs[0].text[shown:]:
+                        shown += len(delta)
+                        yield delta
+        finally:
+            self.abort_request(request_id)
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of the counters."""
+        scheduler = self.scheduler
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_preemptions=scheduler.num_preemptions,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            prefix_cache_queries=scheduler.prefix_cache_queries,
+            prefix_cache_hits=scheduler.prefix_cache_hits,
+            resumed_cache_queries=scheduler.resumed_cache_queries,
+            resumed_cache_hits=scheduler.resumed_cache_hits,
+            kv_cache_usage=scheduler.manager.usage,
+            num_recompiles=self.executor.num_recompiles,
+        )
+
+    def check_integrity(self) -> None:
+        """Check block tables, reference counts, free list and prefix cache; AssertionError prints what disagrees."""
+        self.scheduler.manager.check_integrity()
+        for request_id, stream in self._streams.items():
+            assert self.scheduler.get(request_id) is stream.request, f"{request_id!r} has text but is not scheduled"
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing changed, while any block is in use."""
+        return self.scheduler.manager.reset_prefix_cache()
+
+    def load_weights(self, source: str | Path | Mapping[str, Tensor]) -> None:
+        """Replace the weights by those of a folder, hub id or state dict of the same architecture.
+
+        Running requests are preempted first and computed anew under the new weights; cached prefixes are forgotten.
+        Raises ValueError for weights that do not fit, and then the old ones are still in place.
+        """
+        self._check_open()
+        weights = source if isinstance(source, Mapping) else resolve(source, progress=self._progress)
+        self._model.reload(weights, progress=self._progress)
+        self.scheduler.preempt_all()
+        assert self.scheduler.manager.reset_prefix_cache(), "preempted requests still held blocks"
+
+    def close(self) -> None:
+        """Abort everything and let go of the caches and weights. A closed engine only raises."""
+        if self._closed:
+            return
+        for request_id in list(self._streams):
+            self.abort_request(request_id)
+        self._closed = True
+        del self.executor, self._model, self._arena
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this engine is closed: make a new one with runtime.compile")
+
+    def _tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Check a prompt and its parameters against the model and return token ids."""
+        if isinstance(prompt, str):
+            if self._model.tokenizer is None:
+                raise ValueError(
+                    "a text prompt needs a tokenizer, and the model came without one: give token ids, or "
+                    "runtime.compile(..., tokenizer=...)"
+                )
+            token_ids = list(self._model.tokenizer.encode(prompt))
+        else:
+            token_ids = [int(token) for token in prompt]
+        if not token_ids:
+            raise ValueError("an empty prompt: give at least one token (a begin-of-text token, for example)")
+        if params.stop and self._model.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: use stop_token_ids, or runtime.compile(..., tokenizer=...)")
+        vocab_size = self._model.vocab_size
+        for what, ids in (("token", token_ids), ("stop token", params.stop_token_ids)):
+            bad = [token for token in ids if not 0 <= token < vocab_size]
+            if bad:
+                raise ValueError(f"{what} id {bad[0]} is out of the vocabulary; ids are 0 to {vocab_size - 1}")
+        return token_ids
+
+    def _advance(self) -> list[RequestOutput]:
+        """Run one step; outputs of the requests that advanced or ended in it."""
+        start = time.perf_counter()
+        schedule = self.scheduler.schedule()
+        advanced = list(schedule.finished)
+        if schedule.rows:
+            advanced += self._run(schedule)
+        outputs = [self._output(request) for request in advanced]
+        seconds = time.perf_counter() - start
+        if any(row.start < row.request.num_prompt_tokens for row in schedule.rows):
+            self.seconds.prefill += seconds
+        else:
+            self.seconds.decode += seconds
+        return outputs
+
+    def _run(self, schedule: Schedule) -> list[Request]:
+        """Launch the forward of a schedule and take its tokens. A failure ends the requests in it, not the engine."""
+        self._num_steps += 1
+        try:
+            inputs = fill(self._arena, schedule, self.scheduler.manager)
+            tokens = self.executor.run(inputs).tokens.tolist()
+        except Exception:
+            logger.exception("a step of %d tokens failed; its %d requests end", schedule.num_tokens, len(schedule.rows))
+            return self.scheduler.fail(schedule)
+        num_sampled = sum(row.samples for row in schedule.rows)
+        advanced = self.scheduler.update(schedule, tokens[:num_sampled])
+        self._num_output_tokens += len(advanced)
+        self._num_prompt_tokens += schedule.num_tokens - sum(row.start >= row.request.num_prompt_tokens for row in schedule.rows)
+        for request in advanced:
+            self._take_text(request)
+        return advanced
+
+    def _take_text(self, request: Request) -> None:
+        """Decode a request's newest token, and end the request if a stop string is complete."""
+        detokenizer = self._streams[request.request_id].detokenizer
+        if detokenizer is None:
+            return
+        ended_by_token = request.finish_reason == "stop"
+        stop = None if ended_by_token else detokenizer.append(request.token_ids[-1])
+        if stop is None and request.is_finished:
+            stop = detokenizer.finish()
+        if stop is not None:
+            self.scheduler.finish(request, "stop", stop)
+
+    def _output(self, request: Request) -> RequestOutput:
+        """Make the cumulative output of a request; forget its text side if it has ended."""
+        stream = self._streams[request.request_id]
+        if request.is_finished:
+            del self._streams[request.request_id]
+            if stream.detokenizer is not None:
+                stream.detokenizer.finish()
+        completion = CompletionOutput(
+            index=0,
+            token_ids=request.output_token_ids,
+            text=stream.detokenizer.text if stream.detokenizer is not None else "",
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=stream.prompt,
+            prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
+            outputs=[completion],
+            finished=request.is_finished,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+
+def _as_batch(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+    """One prompt, as text or token ids, or a list of prompts, as a list of prompts."""
+    if isinstance(prompts, str) or (prompts and not isinstance(prompts[0], str | list | tuple)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _size_pool(loaded: LoadedModel, config: EngineConfig) -> tuple[int, int]:
+    """Decide (num_blocks, max_model_len); says so where a limit is not the one asked for."""
+    plan = loaded.adaptation.report.plan
+    wanted = config.max_model_len or loaded.max_positions
+    if config.num_blocks is not None:
+        if config.kv_cache_memory_bytes is not None:
+            warnings.warn("kv_cache_memory_bytes is ignored: num_blocks was given", stacklevel=5)
+        num_blocks = config.num_blocks
+    elif config.kv_cache_memory_bytes is not None:
+        bytes_per_block = plan.bytes_per_token(loaded.dtype.itemsize) * config.block_size
+        num_blocks = config.kv_cache_memory_bytes // bytes_per_block
+        if num_blocks < 2:
+            raise ValueError(
+                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} holds {num_blocks} blocks of {bytes_per_block} "
+                f"bytes; at least 2 are needed: raise it to {2 * bytes_per_block}, or lower block_size"
+            )
+    else:
+        num_blocks = num_blocks_for_memory(
+            plan,
+            block_size=config.block_size,
+            dtype=loaded.dtype,
+            device=loaded.device,
+            utilization=config.gpu_memory_utilization,
+            weight_bytes=loaded.weight_bytes,
+            max_tokens=config.max_num_seqs * wanted,
+        )
+    return num_blocks, _model_len(config, loaded.max_positions, (num_blocks - 1) * config.block_size)
+
+
+def _model_len(config: EngineConfig, max_positions: int, pool_tokens: int) -> int:
+    if config.max_model_len is None:
+        if pool_tokens < max_positions:
+            logger.info("max_model_len is %d, what the KV cache holds; the model allows %d", pool_tokens, max_positions)
+        if (length := min(max_positions, pool_tokens)) < 2:
+            raise ValueError(f"a pool of {pool_tokens} tokens is too small for a prompt and an output: raise num_blocks")
+        return length
+    if config.max_model_len > max_positions:
+        warnings.warn(
+            f"max_model_len={config.max_model_len} is beyond the {max_positions} positions that the model was made for",
+            stacklevel=6,
+        )
+    if config.max_model_len > pool_tokens:
+        warnings.warn(
+            f"max_model_len={config.max_model_len} is larger than the KV cache, which holds {pool_tokens} tokens: longer "
+            "requests are refused or end early; raise num_blocks or kv_cache_memory_bytes",
+            stacklevel=6,
+        )
+    return config.max_model_len
+
+
+def _batched_tokens(config: EngineConfig, max_model_len: int) -> int:
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    # Without chunking every prompt has to fit into one step.
+    return DEFAULT_BATCHED_TOKENS if config.enable_chunked_prefill else max(DEFAULT_BATCHED_TOKENS, max_model_len)

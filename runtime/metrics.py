@@ -1,0 +1,42 @@
+"""Counters of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot. Counters run from the engine's start; prefix cache figures are in tokens.
+
+    A preempted request finds its own blocks again when it resumes: those look-ups are counted apart (`resumed_…`), since
+    they say nothing about sharing. `kv_cache_usage` is the share of usable blocks in use. `num_recompiles` counts
+    compilations after the first, which should stay 0.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    resumed_cache_queries: int
+    resumed_cache_hits: int
+    kv_cache_usage: float
+    num_recompiles: int
+
+
+@dataclass
+class PhaseSeconds:
+    """Where the time of an engine went, in seconds: before the first step, and in its steps.
+
+    A step with any prompt tokens counts as prefill, others as decode.
+    """
+
+    fetch: float = 0.0
+    load: float = 0.0
+    compile: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0

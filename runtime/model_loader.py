@@ -1,0 +1,117 @@
+"""From what the user calls a model to an adapted one with its weights in place."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from graphs.kv_cache import usable_memory
+from models import skeleton
+from models.adapted import Adaptation, adapt
+from models.checkpoint import Checkpoint, resolve
+from models.weights import load_weights
+from runtime.config import EngineConfig
+from runtime.metrics import PhaseSeconds
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class LoadedModel:
+    """An adapted model with weights, and what the engine has to know beside it."""
+
+    adaptation: Adaptation
+    dtype: torch.dtype
+    device: torch.device
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    max_positions: int
+    weight_bytes: int
+    shared: bool  # whether some parameters are those of a module in the user's hands
+
+    def reload(self, source: Checkpoint | Mapping[str, Tensor], *, progress: bool) -> None:
+        """Replace all weights, in place; a user's module keeps its own. Raises ValueError before anything changed."""
+        if self.shared:
+            old = self.adaptation.module.state_dict()
+            self.adaptation.materialise(self.device, own=True)
+            self.adaptation.module.load_state_dict(old)
+            self.shared = False
+        load_weights(source, self.adaptation.source, self.adaptation.destinations(), progress=progress)
+
+
+def load(
+    model: str | Path | PreTrainedModel, tokenizer: Any, config: EngineConfig, seconds: PhaseSeconds, *, progress: bool
+) -> LoadedModel:
+    """Fetch, adapt and load. Times go into `seconds`; raises ValueError for what cannot be served."""
+    if isinstance(model, PreTrainedModel):
+        return _share(model, tokenizer, config, seconds)
+    start = time.perf_counter()
+    checkpoint = resolve(model, progress=progress)
+    seconds.fetch = time.perf_counter() - start
+    logger.info("fetch: %s in %.1f s", checkpoint.folder, seconds.fetch)
+    start = time.perf_counter()
+    device = config.resolve_device()
+    dtype = config.resolve_dtype(checkpoint.dtype, device, checkpoint.nbytes, usable_memory(device))
+    adaptation = adapt(skeleton.build(checkpoint.config, dtype), device)
+    logger.info("%s", adaptation.report)
+    adaptation.materialise(device, own=False)
+    load_weights(checkpoint, adaptation.source, adaptation.destinations(), progress=progress)
+    tokenizer = checkpoint.load_tokenizer() if tokenizer is None else tokenizer
+    generation = checkpoint.generation_config or adaptation.source.generation_config
+    loaded = _describe(adaptation, dtype, device, tokenizer, generation, shared=False)
+    seconds.load = time.perf_counter() - start
+    logger.info("load: %.0f MiB as %s in %.1f s", loaded.weight_bytes / 2**20, _name(dtype), seconds.load)
+    if dtype != checkpoint.dtype and config.dtype == "auto":
+        logger.info("this CPU has no %s instructions: running in %s", _name(checkpoint.dtype), _name(dtype))
+    return loaded
+
+
+def _share(model: PreTrainedModel, tokenizer: Any, config: EngineConfig, seconds: PhaseSeconds) -> LoadedModel:
+    """Adapt a copy of a module in memory that shares its parameters, but for those that a rule merged."""
+    start = time.perf_counter()
+    device = model.device if config.device == "auto" else config.resolve_device()
+    dtype = model.dtype if config.dtype == "auto" else config.resolve_dtype(model.dtype, device, 0, 0)
+    adaptation = adapt(skeleton.share(model), device)
+    logger.info("%s", adaptation.report)
+    shared = device == model.device and dtype == model.dtype
+    adaptation.materialise(device, own=not shared, dtype=dtype)
+    source = model.state_dict()
+    for name, destination in adaptation.destinations().items():
+        if destination.data_ptr() != source[name].data_ptr():
+            destination.copy_(source[name])
+    loaded = _describe(adaptation, dtype, device, tokenizer, model.generation_config, shared=shared)
+    seconds.load = time.perf_counter() - start
+    return loaded
+
+
+def _describe(
+    adaptation: Adaptation, dtype: torch.dtype, device: torch.device, tokenizer: Any, generation: Any, *, shared: bool
+) -> LoadedModel:
+    config = adaptation.source.config.get_text_config()
+    eos = getattr(generation, "eos_token_id", None)
+    eos = getattr(config, "eos_token_id", None) if eos is None else eos
+    eos = getattr(tokenizer, "eos_token_id", None) if eos is None else eos
+    return LoadedModel(
+        adaptation=adaptation,
+        dtype=dtype,
+        device=device,
+        tokenizer=tokenizer,
+        eos_token_ids=frozenset(eos if isinstance(eos, Iterable) else () if eos is None else (eos,)),
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        weight_bytes=sum(parameter.nbytes for parameter in adaptation.module.parameters()),
+        shared=shared,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,34 @@
+"""What a step gives back of the requests that it advanced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.request import FinishReason
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion so far: all of its tokens and text, not only what is new.
+
+    `token_ids` keeps an ending EOS or stop token; `text` does not, nor a stop string. `stop_reason` is the token id or the
+    text that ended it, or "kv_cache_full".
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A request so far. `prompt` is None if it was given as token ids; `num_cached_tokens` of it came from the cache."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int

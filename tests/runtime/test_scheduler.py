@@ -1,0 +1,620 @@
+"""The scheduling policy on fake tokens, and a random driver over tiny pools.
+
+The fake model keeps a number in each KV slot that depends on the whole prefix up to it, as keys and values do, and
+checks at every draw that the block table leads to the right ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from zlib import crc32
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from runtime.memory.kv_cache_manager import KVCacheManager
+from runtime.request import Request, RequestStatus
+from runtime.sampling import SamplingParams
+from runtime.scheduler import Schedule, Scheduler
+
+VOCAB, EOS = 50, 2
+
+
+def content(request: Request, length: int) -> int:
+    """What a slot must hold for token `length - 1` of `request`."""
+    return crc32(repr((request.token_ids[:length], request.extra_keys)).encode())
+
+
+def next_token(request: Request) -> int:
+    token = content(request, request.num_tokens) % VOCAB
+    while token in request.masked_token_ids():
+        token = (token + 1) % VOCAB
+    return token
+
+
+class Driver:
+    """A scheduler with a fake model below it."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = True, **limits: Any) -> None:
+        defaults = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "max_model_len": 4096}
+        self.manager = KVCacheManager(num_blocks, block_size, caching)
+        self.scheduler = Scheduler(self.manager, **(defaults | limits))
+        self.memory: dict[int, int] = {}
+        self.arrivals = 0
+
+    def add(
+        self, name: str, prompt: Sequence[int], *, arrival: int | None = None, salt: str | None = None, **params: Any
+    ) -> Request:
+        self.arrivals += 1
+        request = Request(
+            name,
+            prompt,
+            SamplingParams(**({"max_tokens": 5, "ignore_eos": True} | params)),
+            arrival=self.arrivals if arrival is None else arrival,
+            eos_token_ids=frozenset({EOS}),
+            max_model_len=self.scheduler.max_model_len,
+            cache_salt=salt,
+        )
+        self.scheduler.add(request)
+        return request
+
+    def slots(self, request: Request, start: int, end: int) -> list[int]:
+        size, table = self.manager.block_size, self.manager.block_ids(request.request_id)
+        return [table[i // size] * size + i % size for i in range(start, end)]
+
+    def forward(self, schedule: Schedule) -> list[int]:
+        for row in schedule.rows:
+            end = row.start + row.num_tokens
+            for i, slot in enumerate(self.slots(row.request, row.start, end), row.start):
+                block = self.manager.pool.blocks[slot // self.manager.block_size]
+                assert (block.ref_cnt, block.block_hash) == (1, None), f"{row.request.request_id} writes to {block}"
+                self.memory[slot] = content(row.request, i + 1)
+        tokens = []
+        for row in schedule.rows:
+            length = row.request.num_tokens
+            assert row.samples == (row.start + row.num_tokens == length)
+            if row.samples:
+                held = [self.memory[slot] for slot in self.slots(row.request, 0, length)]
+                assert held == [content(row.request, i + 1) for i in range(length)]
+                tokens.append(next_token(row.request))
+        return tokens
+
+    def step(self) -> Schedule:
+        schedule = self.scheduler.schedule()
+        assert schedule.rows or schedule.finished or not self.scheduler.has_unfinished()
+        assert schedule.num_tokens == sum(row.num_tokens for row in schedule.rows)
+        assert schedule.num_tokens <= self.scheduler.max_num_batched_tokens
+        assert self.scheduler.num_running <= self.scheduler.max_num_seqs
+        self.scheduler.update(schedule, self.forward(schedule))
+        self.manager.check_integrity()
+        return schedule
+
+    def finish_all(self) -> None:
+        while self.scheduler.has_unfinished():
+            self.step()
+        self.check_empty()
+
+    def check_empty(self) -> None:
+        pool = self.manager.pool
+        assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+        assert pool.num_free_blocks == len(pool.blocks) - 1
+        assert [block.ref_cnt for block in pool.blocks] == [0] * len(pool.blocks)
+        assert self.manager.usage == 0.0
+        self.manager.check_integrity()
+
+
+def rows(schedule: Schedule) -> list[tuple[str, int, int, bool]]:
+    return [(row.request.request_id, row.start, row.num_tokens, row.samples) for row in schedule.rows]
+
+
+def solo(request: Request) -> list[int]:
+    """The output of the same request alone in an endless pool."""
+    alone = Request(
+        "solo",
+        request.token_ids[: request.num_prompt_tokens],
+        request.params,
+        arrival=0,
+        eos_token_ids=frozenset({EOS}),
+        max_model_len=request.max_model_len,
+    )
+    alone.extra_keys = request.extra_keys
+    while not alone.is_finished:
+        alone.append_token(next_token(alone))
+    return alone.output_token_ids
+
+
+def tokens(n: int, first: int = 0) -> list[int]:
+    return list(range(first, first + n))
+
+
+# --- one step's budget ---
+
+
+def test_ten_prompts_that_fit_run_whole_in_one_step() -> None:
+    driver = Driver(100, 16)
+    for i in range(10):
+        driver.add(f"r{i}", tokens(20, 100 * i))
+    schedule = driver.step()
+    assert rows(schedule) == [(f"r{i}", 0, 20, True) for i in range(10)]
+    assert schedule.num_tokens == 200
+    assert (driver.scheduler.num_running, driver.scheduler.num_waiting) == (10, 0)
+
+
+@pytest.mark.parametrize(
+    ("chunked", "first", "second"),
+    [
+        (True, [("a", 0, 800, True), ("b", 0, 224, False)], [("a", 800, 1, True), ("b", 224, 576, True)]),
+        (False, [("a", 0, 800, True)], [("a", 800, 1, True), ("b", 0, 800, True)]),
+    ],
+)
+def test_budget_1024_cuts_the_second_prompt_or_lets_it_wait(
+    chunked: bool, first: list[object], second: list[object]
+) -> None:
+    driver = Driver(200, 16, max_num_batched_tokens=1024, enable_chunked_prefill=chunked)
+    driver.add("a", tokens(800))
+    driver.add("b", tokens(800, 1000))
+    assert rows(driver.step()) == first
+    assert rows(driver.step()) == second
+
+
+def test_running_requests_come_before_waiting_ones() -> None:
+    driver = Driver(50, 4, max_num_batched_tokens=6)
+    driver.add("a", tokens(4))
+    driver.step()
+    driver.add("b", tokens(9, 100))
+    assert rows(driver.step()) == [("a", 4, 1, True), ("b", 0, 5, False)]
+    assert rows(driver.step()) == [("a", 5, 1, True), ("b", 5, 4, True)]
+
+
+def test_long_prefill_threshold_caps_a_row() -> None:
+    driver = Driver(50, 4, max_num_batched_tokens=16, long_prefill_token_threshold=5)
+    driver.add("a", tokens(12))
+    driver.add("b", tokens(3, 100))
+    assert rows(driver.step()) == [("a", 0, 5, False), ("b", 0, 3, True)]
+    assert rows(driver.step()) == [("a", 5, 5, False), ("b", 3, 1, True)]
+    assert rows(driver.step()) == [("a", 10, 2, True), ("b", 4, 1, True)]
+
+
+def test_budget_1_runs_one_token_of_one_request_a_step() -> None:
+    driver = Driver(10, 1, max_num_batched_tokens=1)
+    first, second = driver.add("a", tokens(3), max_tokens=2), driver.add("b", tokens(2, 100), max_tokens=1)
+    schedules = []
+    while driver.scheduler.has_unfinished():
+        schedules += rows(driver.step())
+    assert schedules == [
+        ("a", 0, 1, False),
+        ("a", 1, 1, False),
+        ("a", 2, 1, True),
+        ("a", 3, 1, True),
+        ("b", 0, 1, False),
+        ("b", 1, 1, True),
+    ]
+    assert (first.output_token_ids, second.output_token_ids) == (solo(first), solo(second))
+    driver.check_empty()
+
+
+def test_a_budget_below_max_num_seqs_caps_rows() -> None:
+    driver = Driver(50, 4, max_num_seqs=8, max_num_batched_tokens=2)
+    for name in "abc":
+        driver.add(name, tokens(1, ord(name)), max_tokens=3)
+    assert [row[0] for row in rows(driver.step())] == ["a", "b"]
+    assert [row[0] for row in rows(driver.step())] == ["a", "b"]
+    driver.finish_all()
+
+
+def test_max_num_seqs_caps_running_requests() -> None:
+    driver = Driver(50, 4, max_num_seqs=2)
+    for name in "abc":
+        driver.add(name, tokens(1, ord(name)), max_tokens=1 if name == "a" else 3)
+    assert [row[0] for row in rows(driver.step())] == ["a", "b"]
+    assert [row[0] for row in rows(driver.step())] == ["b", "c"]
+
+
+# --- prefix hits ---
+
+
+def test_only_what_is_not_cached_runs_and_counts() -> None:
+    driver = Driver(30, 16)
+    first = driver.add("a", tokens(48))
+    driver.step()
+    second = driver.add("b", tokens(48), max_tokens=1)
+    assert rows(driver.step()) == [("a", 48, 1, True), ("b", 32, 16, True)]
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
+    assert second.output_token_ids == first.output_token_ids[:1]
+    assert (driver.scheduler.prefix_cache_queries, driver.scheduler.prefix_cache_hits) == (96, 32)
+    salted = driver.add("c", tokens(48), salt="other")
+    driver.step()
+    assert salted.num_cached_tokens == 0
+    driver.finish_all()
+
+
+def test_equal_prompts_of_one_step_do_not_share_what_is_not_computed() -> None:
+    driver = Driver(30, 4)
+    first, second = driver.add("a", tokens(9)), driver.add("b", tokens(9))
+    assert rows(driver.step()) == [("a", 0, 9, True), ("b", 0, 9, True)]
+    driver.finish_all()
+    assert first.output_token_ids == second.output_token_ids == solo(first)
+
+
+# --- memory pressure ---
+
+
+def test_the_second_of_two_is_preempted_at_the_next_block_and_keeps_its_token() -> None:
+    driver = Driver(11, 16)
+    first, second = driver.add("a", tokens(80)), driver.add("b", tokens(80, 1000))
+    assert rows(driver.step()) == [("a", 0, 80, True), ("b", 0, 80, True)]
+    schedule = driver.step()
+    assert rows(schedule) == [("a", 80, 1, True)]
+    assert schedule.preempted == [second]
+    assert (second.status, second.num_computed_tokens, second.num_tokens) == (RequestStatus.PREEMPTED, 0, 81)
+    assert (second.num_preemptions, driver.scheduler.num_preemptions) == (1, 1)
+    assert driver.scheduler.num_waiting == 1
+    driver.finish_all()
+    assert (first.output_token_ids, second.output_token_ids) == (solo(first), solo(second))
+
+
+def test_a_scheduled_victim_leaves_the_step_and_nobody_behind_it_is_skipped() -> None:
+    driver = Driver(11, 16)
+    # The latest arrival is first in the running order, so it is scheduled before it becomes the victim.
+    latest = driver.add("latest", tokens(40), arrival=9)
+    driver.add("needs", tokens(48, 1000), arrival=1)
+    driver.add("behind", tokens(60, 2000), arrival=2)
+    assert driver.step().num_tokens == 148
+    driver.scheduler.max_num_batched_tokens = 2  # without the victim's token there is none left for the last row
+    schedule = driver.step()
+    assert rows(schedule) == [("needs", 48, 1, True), ("behind", 60, 1, True)]
+    assert (schedule.num_tokens, schedule.preempted) == (2, [latest])
+    driver.finish_all()
+    assert latest.output_token_ids == solo(latest)
+
+
+def test_a_resumed_request_hits_its_own_blocks_and_gives_the_same_output() -> None:
+    driver = Driver(20, 4)
+    request = driver.add("a", tokens(8))
+    driver.step()
+    driver.scheduler.preempt_all()
+    assert (request.num_tokens, request.num_computed_tokens, driver.manager.usage) == (9, 0, 0.0)
+    driver.add("late", tokens(4, 100))
+    assert rows(driver.step()) == [("a", 8, 1, True), ("late", 0, 4, True)]
+    assert len(driver.manager.block_ids("a")) == 3
+    scheduler = driver.scheduler
+    assert (scheduler.resumed_cache_queries, scheduler.resumed_cache_hits) == (9, 8)
+    assert (scheduler.prefix_cache_queries, scheduler.prefix_cache_hits) == (12, 0)
+    assert request.num_cached_tokens == 0
+    driver.finish_all()
+    assert request.output_token_ids == solo(request)
+
+
+def test_preempt_all_keeps_the_order_and_allows_a_reset() -> None:
+    driver = Driver(30, 4)
+    requests = [driver.add(name, tokens(5, ord(name))) for name in "abc"]
+    driver.step()
+    assert driver.manager.reset_prefix_cache() is False
+    driver.scheduler.preempt_all()
+    assert driver.manager.reset_prefix_cache() is True
+    assert rows(driver.step()) == [("a", 0, 6, True), ("b", 0, 6, True), ("c", 0, 6, True)]
+    driver.finish_all()
+    assert [r.output_token_ids for r in requests] == [solo(r) for r in requests]
+    assert [r.num_preemptions for r in requests] == [1, 1, 1]
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
+    driver = Driver(7, 4)
+    driver.add("a", tokens(8))
+    driver.add("b", tokens(15, 100))
+    driver.step()
+    driver.add("c", tokens(1, 200))
+    schedule = driver.step()
+    assert [request.request_id for request in schedule.preempted] == ["b"]
+    assert rows(schedule) == [("a", 8, 1, True)]
+
+
+def test_prompts_that_each_fill_most_of_the_pool_do_not_thrash() -> None:
+    driver = Driver(11, 16, max_num_batched_tokens=32)
+    first, second = driver.add("a", tokens(120)), driver.add("b", tokens(120, 1000))
+    started = []
+    while driver.scheduler.has_unfinished():
+        started.append([row[:2] for row in rows(driver.step())])
+    assert started[:4] == [[("a", 0)], [("a", 32)], [("a", 64)], [("a", 96)]]
+    assert all(len(step) == 1 for step in started)
+    assert driver.scheduler.num_preemptions == 0
+    assert (first.output_token_ids, second.output_token_ids) == (solo(first), solo(second))
+    driver.check_empty()
+
+
+def test_a_waiting_request_that_does_not_fit_stops_admission() -> None:
+    driver = Driver(6, 4)
+    driver.add("a", tokens(11), max_tokens=2)
+    driver.add("big", tokens(15, 100), max_tokens=1)
+    driver.add("small", tokens(1, 200), max_tokens=1)
+    assert [row[0] for row in rows(driver.step())] == ["a"]
+    assert [row[0] for row in rows(driver.step())] == ["a"]
+    assert [row[0] for row in rows(driver.step())] == ["big", "small"]
+    driver.check_empty()
+
+
+def test_a_lone_request_that_outgrows_the_pool_ends() -> None:
+    driver = Driver(3, 4)
+    request = driver.add("a", tokens(6), max_tokens=50)
+    ended: list[Request] = []
+    while driver.scheduler.has_unfinished():
+        ended += driver.step().finished
+    assert ended == [request]
+    assert (request.finish_reason, request.stop_reason) == ("length", "kv_cache_full")
+    assert request.output_token_ids == solo(request)[:3]
+    driver.check_empty()
+
+
+def test_an_outgrown_request_ends_even_if_it_was_preempted_meanwhile() -> None:
+    driver = Driver(3, 4)
+    request = driver.add("a", tokens(7), max_tokens=50)
+    driver.step()
+    driver.step()
+    assert request.num_tokens == 9
+    driver.scheduler.preempt_all()
+    behind = driver.add("b", tokens(2, 100), max_tokens=1)
+    schedule = driver.step()
+    assert schedule.finished == [request]
+    assert rows(schedule) == [("b", 0, 2, True)]
+    assert (request.stop_reason, behind.finish_reason) == ("kv_cache_full", "length")
+    driver.check_empty()
+
+
+def test_an_outgrowing_request_preempts_nobody_in_vain() -> None:
+    driver = Driver(4, 4)
+    request = driver.add("a", tokens(7), max_tokens=50)
+    driver.add("b", tokens(3, 100), max_tokens=1)
+    driver.finish_all()
+    assert request.stop_reason == "kv_cache_full"
+    assert request.num_output_tokens == 6
+    assert driver.scheduler.num_preemptions == 0
+
+
+def test_a_pool_of_two_blocks_serves_one_after_the_other() -> None:
+    driver = Driver(2, 8)
+    requests = [driver.add(name, tokens(5, ord(name)), max_tokens=3) for name in "abc"]
+    assert [row[0] for row in rows(driver.step())] == ["a"]
+    driver.finish_all()
+    assert [r.output_token_ids for r in requests] == [solo(r) for r in requests]
+
+
+def test_without_chunking_a_preempted_request_longer_than_the_budget_still_resumes() -> None:
+    driver = Driver(20, 4, caching=False, max_num_batched_tokens=8, enable_chunked_prefill=False)
+    request = driver.add("a", tokens(8), max_tokens=6)
+    for _ in range(3):
+        driver.step()
+    driver.scheduler.preempt_all()
+    assert request.num_tokens == 11
+    assert [rows(driver.step()), rows(driver.step())] == [[("a", 0, 8, False)], [("a", 8, 3, True)]]
+    driver.finish_all()
+    assert request.output_token_ids == solo(request)
+
+
+# --- refusals and ends ---
+
+
+def test_what_can_never_run_is_refused_and_those_behind_complete() -> None:
+    driver = Driver(5, 4, max_model_len=32, max_num_batched_tokens=8, enable_chunked_prefill=False)
+    with pytest.raises(
+        ValueError, match=r"16 tokens and one more take 5 blocks of 4, the pool offers 4: .* at least 6"
+    ):
+        driver.add("never", tokens(16))
+    with pytest.raises(ValueError, match=r"prompt of 32 tokens .* max_model_len=32: at most 31"):
+        driver.add("long", tokens(32))
+    with pytest.raises(ValueError, match="prompt of 33 tokens"):
+        driver.add("longer", tokens(33))
+    with pytest.raises(ValueError, match="prompt of 9 tokens exceeds max_num_batched_tokens=8 and chunked prefill is"):
+        driver.add("whole", tokens(9))
+    assert not driver.scheduler.has_unfinished()
+    request = driver.add("ok", tokens(8))
+    driver.finish_all()
+    assert request.output_token_ids == solo(request)
+
+
+def test_max_model_len_32_gives_a_prompt_of_31_one_token() -> None:
+    driver = Driver(10, 4, max_model_len=32)
+    request = driver.add("a", tokens(31), max_tokens=9)
+    driver.finish_all()
+    assert (request.num_output_tokens, request.finish_reason) == (1, "length")
+
+
+def test_a_live_id_is_refused_and_an_ended_one_may_come_back() -> None:
+    driver = Driver(10, 4)
+    first = driver.add("a", tokens(3))
+    driver.step()
+    with pytest.raises(ValueError, match="request 'a' is still alive"):
+        driver.add("a", tokens(3))
+    assert driver.scheduler.get("a") is first
+    driver.finish_all()
+    assert first.output_token_ids == solo(first)
+    assert driver.scheduler.get("a") is None
+    driver.add("a", tokens(3))
+    driver.finish_all()
+
+
+def test_abort_in_every_state() -> None:
+    driver = Driver(11, 16, max_num_batched_tokens=100)
+    running = driver.add("running", tokens(80))
+    chunked = driver.add("chunked", tokens(70, 1000))
+    waiting = driver.add("waiting", tokens(40, 2000))
+    assert rows(driver.step()) == [("running", 0, 80, True), ("chunked", 0, 20, False)]
+    for name in ("waiting", "chunked", "chunked", "unknown"):
+        driver.scheduler.abort(name)
+        driver.manager.check_integrity()
+    assert driver.manager.usage == 0.5
+    driver.scheduler.preempt_all()
+    driver.scheduler.abort("running")
+    assert [r.finish_reason for r in (running, chunked, waiting)] == ["abort"] * 3
+    assert (running.num_output_tokens, chunked.num_output_tokens) == (1, 0)
+    driver.check_empty()
+    assert driver.step().rows == []
+
+
+def test_an_abort_between_schedule_and_update_emits_nothing() -> None:
+    driver = Driver(11, 4)
+    aborted, kept = driver.add("a", tokens(9)), driver.add("b", tokens(9, 100))
+    schedule = driver.scheduler.schedule()
+    drawn = driver.forward(schedule)
+    driver.scheduler.abort("a")
+    assert driver.scheduler.update(schedule, drawn) == [kept]
+    assert aborted.output_token_ids == []
+    assert kept.output_token_ids == solo(kept)[:1]
+    assert driver.manager.get_computed_blocks(aborted) == ([], 0)
+    driver.finish_all()
+
+
+def test_a_failed_forward_ends_its_rows_and_publishes_nothing() -> None:
+    driver = Driver(11, 4, max_num_seqs=2)
+    first, second = driver.add("a", tokens(9)), driver.add("b", tokens(9, 100))
+    behind = driver.add("c", tokens(9))
+    schedule = driver.scheduler.schedule()
+    driver.scheduler.abort("b")
+    assert driver.scheduler.fail(schedule) == [first]
+    assert (first.finish_reason, second.finish_reason) == ("error", "abort")
+    assert driver.manager.usage == 0.0
+    driver.manager.check_integrity()
+    assert rows(driver.step()) == [("c", 0, 9, True)]
+    driver.finish_all()
+    assert behind.output_token_ids == solo(behind)
+
+
+def test_a_stop_text_overrides_an_end_of_the_same_update() -> None:
+    driver = Driver(11, 4)
+    ended, live = driver.add("a", tokens(3), max_tokens=1), driver.add("b", tokens(3, 100))
+    driver.step()
+    assert ended.finish_reason == "length"
+    driver.scheduler.finish(ended, "stop", "END")
+    driver.scheduler.finish(live, "stop", "END")
+    assert [(r.finish_reason, r.stop_reason) for r in (ended, live)] == [("stop", "END")] * 2
+    driver.check_empty()
+
+
+def test_a_late_reason_does_not_touch_a_new_request_of_the_same_id() -> None:
+    driver = Driver(11, 4)
+    old = driver.add("a", tokens(3), max_tokens=1)
+    driver.step()
+    new = driver.add("a", tokens(3))
+    driver.scheduler.finish(old, "stop", "END")
+    assert driver.scheduler.get("a") is new
+    driver.finish_all()
+    assert new.output_token_ids == solo(new)
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
+def test_limits_below_their_least_are_refused(name: str) -> None:
+    limits: dict[str, Any] = {name: 0}
+    with pytest.raises(ValueError, match=f"{name}=0 is not supported"):
+        Driver(11, 4, **limits)
+
+
+def test_a_threshold_without_chunking_is_ignored_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="long_prefill_token_threshold=3 is ignored: chunked prefill is off"):
+        driver = Driver(11, 4, enable_chunked_prefill=False, long_prefill_token_threshold=3)
+    driver.add("a", tokens(9))
+    assert rows(driver.step()) == [("a", 0, 9, True)]
+
+
+# --- anything at all, in any order ---
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Random adds, steps, failures, aborts, preemptions and resets; every output equals the solo run's."""
+
+    @initialize(
+        num_blocks=st.integers(2, 9),
+        block_size=st.integers(1, 4),
+        caching=st.booleans(),
+        max_num_seqs=st.integers(1, 4),
+        max_num_batched_tokens=st.integers(1, 16),
+        max_model_len=st.integers(4, 40),
+        chunked_threshold=st.sampled_from([(True, 0), (True, 1), (True, 3), (False, 0)]),
+    )
+    def start(self, chunked_threshold: tuple[bool, int], num_blocks: int, block_size: int, **limits: Any) -> None:
+        chunked, threshold = chunked_threshold
+        self.driver = Driver(
+            num_blocks, block_size, enable_chunked_prefill=chunked, long_prefill_token_threshold=threshold, **limits
+        )
+        self.requests: list[Request] = []
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=18),
+        max_tokens=st.integers(1, 12),
+        min_tokens=st.integers(0, 12),
+        ignore_eos=st.booleans(),
+        salt=st.sampled_from([None, None, "x"]),
+        arrival=st.none() | st.integers(0, 20),
+    )
+    def add(self, prompt: list[int], max_tokens: int, min_tokens: int, **rest: Any) -> None:
+        name = str(len(self.requests))
+        try:
+            request = self.driver.add(
+                name, prompt, max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), **rest
+            )
+        except ValueError:
+            assert self.driver.scheduler.get(name) is None
+        else:
+            self.requests.append(request)
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.driver.step()
+
+    @rule(abort=st.integers(0, 30))
+    def abort(self, abort: int) -> None:
+        self.driver.scheduler.abort(str(abort))
+
+    @rule(abort=st.integers(0, 30))
+    def step_with_an_abort_in_flight(self, abort: int) -> None:
+        schedule = self.driver.scheduler.schedule()
+        drawn = self.driver.forward(schedule)
+        self.driver.scheduler.abort(str(abort))
+        self.driver.scheduler.update(schedule, drawn)
+
+    @rule()
+    def fail(self) -> None:
+        schedule = self.driver.scheduler.schedule()
+        for row in schedule.rows:
+            for slot in self.driver.slots(row.request, row.start, row.start + row.num_tokens):
+                self.driver.memory[slot] = -1
+        assert self.driver.scheduler.fail(schedule) == [row.request for row in schedule.rows]
+
+    @rule()
+    def preempt_all_and_reset(self) -> None:
+        self.driver.scheduler.preempt_all()
+        assert self.driver.manager.reset_prefix_cache() is True
+        self.driver.memory.clear()
+
+    @precondition(lambda self: self.driver.manager.usage > 0)
+    @rule()
+    def reset_is_refused(self) -> None:
+        assert self.driver.manager.reset_prefix_cache() is False
+
+    @invariant()
+    def intact(self) -> None:
+        self.driver.manager.check_integrity()
+        for request in self.requests:
+            if request.is_finished:
+                assert self.driver.scheduler.get(request.request_id) is None
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        for _ in range(5000):
+            if not self.driver.scheduler.has_unfinished():
+                break
+            self.driver.step()
+        self.driver.check_empty()
+        for request in self.requests:
+            expected, output = solo(request), request.output_token_ids
+            whole = request.finish_reason not in ("abort", "error") and request.stop_reason != "kv_cache_full"
+            assert output == (expected if whole else expected[: len(output)])
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
