@@ -1,7 +1,7 @@
 """The one place where the graph of an adapted model is captured and compiled.
 
-Prefill, mixed and decode steps of any size go through the same graph: T, B, W, L, M, R and the number of blocks are dynamic,
-and sizes of 1 are no special case.
+Prefill, mixed and decode steps of any size go through the same graph: T, B, W, L, M, R and the number of blocks are
+dynamic, and sizes of 1 are no special case.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dynamo.decorators import mark_unbacked
 from tqdm import tqdm
 
 from graphs.inputs import InputArena, StepSizes
 from graphs.kv_cache import KVCache
 from models.adapted import AdaptedModel
+from models.cache import cache_root
 from models.step_inputs import FIELDS, StepInputs, StepOutputs
 
 logger = logging.getLogger(__name__)
 
-# Sizes to trace with: all different and at least 2, since equal sizes would share a symbol and 0 and 1 be specialised.
+# Sizes to trace with. Every dynamic one is marked as unbacked, so that no guard can depend on its value.
 EXAMPLE_SIZES = StepSizes(tokens=13, sequences=3, table_width=5, rows=6, masked=2, previous_rows=9)
 
 
@@ -35,6 +37,14 @@ def compiler_missing(device: torch.device) -> str | None:
     """Say which compiler inductor would need on this machine and not find, or None."""
     compiler = os.environ.get("CXX", "g++")
     return None if shutil.which(compiler) else f"the C++ compiler {compiler!r}, which inductor needs for {device.type},"
+
+
+def use_lasting_compiler_cache() -> None:
+    """Keep inductor's files under our cache folder, unless the user chose a place: its own default is in /tmp.
+
+    Side effect: sets TORCHINDUCTOR_CACHE_DIR in this process's environment.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))
 
 
 class CapturedGraph:
@@ -61,11 +71,14 @@ class CapturedGraph:
 
     def compile(self, cache: KVCache, device: torch.device) -> None:
         """Compile now, on example inputs that read and write nothing but the null block."""
+        use_lasting_compiler_cache()
         inputs = example_inputs(device)
         for tensor in (*cache.k, *cache.v):
-            torch._dynamo.mark_dynamic(tensor, 0)
+            mark_unbacked(tensor, 0, shape_id="N")
         start = time.perf_counter()
-        with _compile_settings(), _moving_bar(f"compile: tracing {cache.num_blocks} blocks", self._progress) as self._bar:
+        # Scales and softcaps are the model's own: constants. What other runs compiled says nothing about this model.
+        settings = torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_local_pgo=False)
+        with settings, _moving_bar("compile: tracing", self._progress) as self._bar:
             self(inputs, cache.k, cache.v)
         self.seconds = time.perf_counter() - start
 
@@ -76,19 +89,22 @@ class CapturedGraph:
         if len(self.graphs) > 1:
             logger.warning("recompiled (%d graphs now): a size, dtype or setting changed in use", len(self.graphs))
         self._bar.set_description(f"compile: inductor, {len(graph.graph.nodes)} nodes")
-        with torch.fx.experimental._config.patch(backed_size_oblivious=True):
-            return compile_fx(graph, example)
+        return compile_fx(graph, example)
 
 
 def example_inputs(device: torch.device) -> StepInputs:
-    """Inputs of EXAMPLE_SIZES with every dynamic dimension marked. All zero: no sequence has a token of its own."""
+    """Inputs of EXAMPLE_SIZES, all zero (no sequence has a token of its own), with every dynamic dimension marked.
+
+    Marked unbacked, dimensions of one name as one symbol: the graph is then the same for sizes of 0, 1 and more. (With
+    `mark_dynamic`, the compiler's view of a strided tensor guards that T is above 1, and T = 1 gets a second graph.)
+    """
     arena = InputArena(device)
     arena.carve(EXAMPLE_SIZES).seq_lens.fill_(1)
     inputs = arena.upload()
     for tensor, (_, dims) in zip(inputs, FIELDS.values(), strict=True):
         for index, dim in enumerate(dims):
             if dim != "G":
-                torch._dynamo.mark_dynamic(tensor, index)
+                mark_unbacked(tensor, index, shape_id=dim)
     return inputs
 
 
@@ -102,19 +118,6 @@ def _own_function(module: AdaptedModel) -> Callable[..., StepOutputs]:
         return module(inputs, k_caches, v_caches)
 
     return types.FunctionType(run.__code__.replace(), run.__globals__, "run", None, run.__closure__)
-
-
-@contextmanager
-def _compile_settings() -> Iterator[None]:
-    """Sizes of 1 unspecial, floats constant (scales and softcaps are the model's), and no history of other runs."""
-    import torch._dynamo.config
-    import torch.fx.experimental._config
-
-    with (
-        torch.fx.experimental._config.patch(backed_size_oblivious=True),
-        torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_local_pgo=False),
-    ):
-        yield
 
 
 @contextmanager

@@ -56,17 +56,19 @@ class InputArena:
         self._host = torch.zeros(capacity, dtype=torch.uint8, pin_memory=pinned)
         self._device = self._host if self.device.type == "cpu" else torch.zeros_like(self._host, device=self.device)
         self._sizes: StepSizes | None = None
+        self._host_views: StepInputs
+        self._device_views: StepInputs
 
     def carve(self, sizes: StepSizes) -> StepInputs:
-        """Return the host tensors of a step, in one arena layout per `sizes`. Their content is what was there before."""
+        """Return the host tensors of a step. Their content is whatever was there before."""
         if sizes == self._sizes:
-            return self._views
+            return self._host_views
         if (needed := _nbytes(sizes)) > self._host.numel():
             self._allocate(max(needed, 2 * self._host.numel()))
         self._sizes, self._used = sizes, needed
-        self._views = _views(self._host, sizes)
-        self._device_views = self._views if self._device is self._host else _views(self._device, sizes)
-        return self._views
+        self._host_views = _views(self._host, sizes)
+        self._device_views = self._host_views if self._device is self._host else _views(self._device, sizes)
+        return self._host_views
 
     def upload(self) -> StepInputs:
         """Copy what was carved last to the device, in one transfer, and return the device's tensors."""

@@ -14,6 +14,7 @@ from models.probe import probe
 from models.report import CachePlan, RewriteReport, Verdict
 from models.rewrite import LoadPlan, apply_rules
 from models.rules import DEFAULT_RULES
+from models.skeleton import on_meta
 from models.step_inputs import StepInputs, StepOutputs
 from ops.providers import Choice, select
 
@@ -57,10 +58,10 @@ class Adaptation:
     """An adapted model that may still be without weights, how to load them, and what was done to it."""
 
     module: AdaptedModel
-    source: PreTrainedModel
+    source: PreTrainedModel  # the unmodified model on the meta device: its names, shapes and conversion rules
     load_plan: LoadPlan
-    shapes: dict[str, torch.Size]
     report: RewriteReport
+    device: torch.device
     choices: tuple[Choice, ...]
 
     def materialise(self, device: torch.device, *, own: bool, dtype: torch.dtype | None = None) -> None:
@@ -83,7 +84,7 @@ class Adaptation:
 
     def destinations(self) -> dict[str, Tensor]:
         """Map each name of the unmodified model's state to the tensor of the adapted one that it is copied into."""
-        return self.load_plan.destinations(self.module.model, self.shapes)
+        return self.load_plan.destinations(self.module.model, self.source.state_dict())
 
 
 def adapt(model: PreTrainedModel, device: torch.device, providers: dict[str, str] | None = None) -> Adaptation:
@@ -94,8 +95,7 @@ def adapt(model: PreTrainedModel, device: torch.device, providers: dict[str, str
     seen = probe(model)
     architecture = type(model).__name__
     verdict = Verdict.PROVEN if architecture in PROVEN else Verdict.UNPROVEN
-    state = model.state_dict()
-    shapes = {name: tensor.shape for name, tensor in state.items()}
+    source = on_meta(model)
     stacks, outcomes = apply_rules(model, seen, DEFAULT_RULES)
     providers = providers or {}
     attention, write, sample = (
@@ -107,4 +107,4 @@ def adapt(model: PreTrainedModel, device: torch.device, providers: dict[str, str
     use_attention(model, PAGED)
     module = AdaptedModel(model, seen.plan, step, sample).eval()
     report = RewriteReport(architecture, verdict, seen.plan, outcomes)
-    return Adaptation(module, model, LoadPlan(tuple(shapes), stacks), shapes, report, (attention, write, sample))
+    return Adaptation(module, source, LoadPlan(stacks), report, device, (attention, write, sample))

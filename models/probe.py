@@ -1,7 +1,7 @@
 """One small forward pass on the meta device that shows what a model does with its attention.
 
-Geometry is observed, never read from the config: configs lie per layer. What the paged cache cannot serve is refused here,
-before any weight is read.
+Geometry is observed, never read from the config: configs lie per layer. What the paged cache cannot serve is refused
+here, before any weight is read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-
 from transformers.integrations.moe import ExpertsInterface
 
 from models.attention import use_attention
@@ -31,7 +30,7 @@ _STATEFUL_LAYERS = ("linear", "mamba", "conv", "recurrent", "ssm", "delta")
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """The arguments of a module's first call in the probe (meta tensors), and how often it was called."""
+    """The arguments (meta tensors) of one call of a module in the probe."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -53,7 +52,7 @@ class _Recorder:
     names: dict[int, str]
     max_positions: int
     sites: list[CallSite] = field(default_factory=list)
-    keys: list[Tensor] = field(default_factory=list)
+    written: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # K and V of each site
     calls: dict[str, list[ModuleCall]] = field(default_factory=dict)
 
     def refuse(self, where: str, reason: str) -> UnsupportedModelError:
@@ -64,7 +63,8 @@ class _Recorder:
         self._check_arguments(name, module, q, k, kw)
         window = kw.get("sliding_window") or 0
         self._check_mask(name, mask, window)
-        sharing = [i for i, earlier in enumerate(self.keys) if earlier is k]
+        # Both: differential attention, for one, calls twice with one K and two Vs.
+        sharing = [i for i, (key, value) in enumerate(self.written) if key is k and value is v]
         scale = kw.get("scaling")
         self.sites.append(
             CallSite(
@@ -81,7 +81,7 @@ class _Recorder:
                 writes=not sharing,
             )
         )
-        self.keys.append(k)
+        self.written.append((k, v))
 
     def _check_arguments(self, name: str, module: nn.Module, q: Tensor, k: Tensor, kw: dict) -> None:
         causal = kw.get("is_causal")
@@ -138,6 +138,8 @@ def _record_mask(*, q_length: int, kv_length: int, mask_function: Callable, **_:
 
 
 AttentionInterface.register(RECORDING, _record_attention)
+
+
 def _skip_experts(module: nn.Module, hidden_states: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(hidden_states)
 
@@ -160,7 +162,7 @@ def probe(model: PreTrainedModel) -> Probe:
     )
     _refuse_state(meta, recorder)
     for name, module in meta.named_modules():
-        module._pagegraph_recorder = recorder  # type: ignore[assignment]
+        module._pagegraph_recorder = recorder
         module.register_forward_pre_hook(_call_hook(recorder, name), with_kwargs=True)
     logits = _run(meta, recorder)
     if not recorder.sites:

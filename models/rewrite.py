@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -48,30 +47,27 @@ class Rule(Protocol):
         """Compare rewritten and original on random weights; return what differs, or None if nothing does."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoadPlan:
-    """Where each parameter and persistent buffer of the unmodified model goes."""
+    """Where each parameter and persistent buffer of the unmodified model goes: into a stack, or where it always was."""
 
-    names: tuple[str, ...]
-    stacks: list[Stack] = field(default_factory=list)
+    stacks: list[Stack]
 
-    def destinations(self, model: nn.Module, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-        """Map every name of the unmodified model to its tensor, or to its slice of a merged one.
+    def destinations(self, model: nn.Module, unmodified: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Map every name of the unmodified model's state to its tensor in `model`, or to its slice of a merged one.
 
-        `shapes` are the unmodified model's. The tensors alias the parameters of `model`: copying into them loads it.
+        The tensors alias the parameters of `model`: copying into them loads it.
         """
-        state = model.state_dict(keep_vars=False)
-        found = {name: state[name] for name in self.names if name in state}
+        state = model.state_dict()
+        found = {name: state[name] for name in unmodified if name in state}
         for stack in self.stacks:
-            sizes = [shapes[source][stack.dim] for source in stack.sources]
+            sizes = [unmodified[source].shape[stack.dim] for source in stack.sources]
             found.update(zip(stack.sources, state[stack.destination].split(sizes, stack.dim), strict=True))
-        assert found.keys() == set(self.names), set(self.names) ^ found.keys()
+        assert found.keys() == unmodified.keys(), unmodified.keys() ^ found.keys()
         return found
 
 
-def apply_rules(
-    model: PreTrainedModel, probe: Probe, rules: Sequence[Rule]
-) -> tuple[list[Stack], list[RuleOutcome]]:
+def apply_rules(model: PreTrainedModel, probe: Probe, rules: Sequence[Rule]) -> tuple[list[Stack], list[RuleOutcome]]:
     """Apply every rule wherever it matches and verifies. Changes `model`, which must be ours.
 
     A rule is verified once per shape of its module, since layers repeat. Returns what to load where, and the outcomes.

@@ -50,7 +50,7 @@ def build(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def share(model: ModelT) -> ModelT:
-    """Copy a module's structure; parameters and buffers are the very same tensors, so `model` itself can stay as it is."""
+    """Copy a module's structure around the very same parameters and buffers; `model` itself stays as it is."""
     tensors = chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
 

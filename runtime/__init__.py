@@ -1,9 +1,9 @@
 """Compile a Hugging Face language model and serve it over a paged KV cache.
 
-    engine = runtime.compile("path/or/hub-id")
-    engine.add_request("The capital of France is", runtime.SamplingParams(max_tokens=16))
-    while engine.has_unfinished_requests():
-        for output in engine.step(): ...
+engine = runtime.compile("path/or/hub-id")
+engine.add_request("The capital of France is", runtime.SamplingParams(max_tokens=16))
+while engine.has_unfinished_requests():
+    for output in engine.step(): ...
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def _check_siblings() -> None:
         found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
         if found != here / name / "__init__.py":
             raise ImportError(
-                f"pagegraph needs its own package {name!r} in {here}, but Python finds {found or 'a package without a file'}: "
-                "rename that one, or put pagegraph first on sys.path"
+                f"pagegraph needs its own package {name!r} in {here}, but Python finds "
+                f"{found or 'a package without a file'}: rename that one, or put pagegraph first on sys.path"
             )
 
 
@@ -89,11 +89,10 @@ def compile(
 
     Raises ValueError for a model that cannot be served (before its weights are read) or a knob out of range.
     """
-    knobs = {
-        name: value for name, value in locals().items() if name not in ("model", "tokenizer", "verify", "progress", "unknown")
-    }
+    no_knobs = {"model", "tokenizer", "verify", "progress", "unknown"}
+    knobs = {name: value for name, value in locals().items() if name not in no_knobs | {"no_knobs"}}
     from runtime.config import EngineConfig
     from runtime.engine import Engine
 
     reject_unknown(unknown, [*knobs, "tokenizer", "verify", "progress"], "runtime.compile")
-    return Engine(model, tokenizer, EngineConfig(**knobs), progress=progress)
+    return Engine(model, tokenizer, EngineConfig(**knobs), verify=verify, progress=progress)

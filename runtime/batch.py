@@ -60,13 +60,13 @@ def _fill_tokens(host: StepInputs, rows: list[ScheduledRow], manager: KVCacheMan
 
 def _fill_sampling(host: StepInputs, sampled: list[ScheduledRow], masked: list[tuple[int, ...]]) -> None:
     """One row of parameters per sampled row; a greedy row that nobody reads if there is none."""
-    defaults = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "noise_key": 0, "noise_position": 0, "masked_ids": -1}
-    for name, value in defaults.items():
-        getattr(host, name).numpy()[:] = value
+    if not sampled:
+        host.temperature.numpy()[:] = 0
     masked_ids = host.masked_ids.numpy()
+    masked_ids[:] = -1
     for index, (row, ids) in enumerate(zip(sampled, masked, strict=True)):
         request, params = row.request, row.request.params
-        host.temperature.numpy()[index] = params.temperature
+        host.temperature.numpy()[index] = min(params.temperature, np.finfo(np.float32).max)
         host.top_k.numpy()[index] = min(params.top_k, np.iinfo(np.int32).max)
         host.top_p.numpy()[index] = params.top_p
         host.min_p.numpy()[index] = params.min_p

@@ -55,20 +55,24 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization!r}")
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
-        if not (isinstance(self.dtype, torch.dtype) or self.dtype == "auto" or self.dtype in DTYPES):
-            raise ValueError(f"dtype must be 'auto', one of {', '.join(DTYPES)}, or a torch.dtype, not {self.dtype!r}")
+        if self.dtype not in ("auto", *DTYPES, *DTYPES.values()):
+            names = ", ".join(DTYPES)
+            raise ValueError(f"dtype must be 'auto' or one of {names}, by name or torch's own, not {self.dtype!r}")
 
     def resolve_device(self) -> torch.device:
         """The device asked for; "auto" is the current GPU if there is one."""
         if self.device != "auto":
-            device = torch.device(self.device)
+            try:
+                device = torch.device(self.device)
+            except (RuntimeError, TypeError) as error:
+                raise ValueError(f"device must be 'auto', 'cpu' or 'cuda[:index]', not {self.device!r}") from error
         else:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"device must be 'auto', 'cpu' or 'cuda[:index]', not {self.device!r}")
         if device.type == "cuda":
             if not torch.cuda.is_available():
-                raise ValueError(f"device {self.device!r} was given, but this PyTorch sees no CUDA device; use device='cpu'")
+                raise ValueError(f"device={self.device!r}, but this PyTorch sees no CUDA device; use device='cpu'")
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         return device
 

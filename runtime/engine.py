@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,24 +21,24 @@ from transformers import PreTrainedModel
 from graphs.capture import compiler_missing
 from graphs.executor import CompiledExecutor, EagerExecutor, Executor
 from graphs.inputs import InputArena
-from graphs.kv_cache import KVCache, num_blocks_for_memory
+from graphs.kv_cache import KVCache
 from models.checkpoint import resolve
 from models.report import RewriteReport
 from ops.providers import select
 from runtime.batch import fill
 from runtime.config import EngineConfig
 from runtime.detokenizer import IncrementalDetokenizer
+from runtime.limits import batched_tokens, size_pool
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.metrics import EngineStats, PhaseSeconds
-from runtime.model_loader import LoadedModel, load
+from runtime.model_loader import load
 from runtime.outputs import CompletionOutput, RequestOutput
 from runtime.request import Request
 from runtime.sampling import SamplingParams
-from runtime.scheduler import Schedule, Scheduler
+from runtime.scheduler import Schedule, ScheduledRow, Scheduler
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_BATCHED_TOKENS = 2048
 Prompt = str | list[int]
 
 
@@ -51,7 +52,7 @@ class _Stream:
 
 
 class Engine:
-    """Serves one model. Made by `runtime.compile`; a context manager that closes itself. Not safe to share by threads."""
+    """Serves one model. Made by `runtime.compile`; a context manager that closes itself. Not for several threads."""
 
     def __init__(
         self,
@@ -59,15 +60,16 @@ class Engine:
         tokenizer: Any = None,
         config: EngineConfig | None = None,
         *,
+        verify: bool = False,
         progress: bool = True,
     ) -> None:
         self.config = config or EngineConfig()
         self.seconds = PhaseSeconds()
         self._progress = progress
-        self._model = load(model, tokenizer, self.config, self.seconds, progress=progress)
-        num_blocks, self.max_model_len = _size_pool(self._model, self.config)
+        self._model = load(model, tokenizer, self.config, self.seconds, verify=verify, progress=progress)
+        num_blocks, self.max_model_len = size_pool(self._model, self.config)
         manager = KVCacheManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
-        self.max_num_batched_tokens = _batched_tokens(self.config, self.max_model_len)
+        self.max_num_batched_tokens = batched_tokens(self.config, self.max_model_len)
         self.scheduler = Scheduler(
             manager,
             max_num_seqs=self.config.max_num_seqs,
@@ -106,6 +108,26 @@ class Engine:
         return self._model.adaptation.report
 
     @property
+    def model(self) -> PreTrainedModel:
+        """The adapted transformers model, for reading: its weights are the engine's own."""
+        return self._model.adaptation.module.model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and caches."""
+        return self._model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self._model.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 to vocab_size - 1."""
+        return self._model.vocab_size
+
+    @property
     def tokenizer(self) -> Any:
         """The tokenizer in use, or None."""
         return self._model.tokenizer
@@ -139,13 +161,13 @@ class Engine:
         )
         if request.request_id in self._undelivered:
             raise ValueError(f"request id {request.request_id!r} has output that step() has not returned yet")
-        self.scheduler.add(request)
         tokenizer = self._model.tokenizer
         detokenizer = None
-        if tokenizer is not None:
+        if tokenizer is not None:  # made before the request is queued, since it decodes the prompt, which may raise
             detokenizer = IncrementalDetokenizer(
                 tokenizer, token_ids, stop=tuple(params.stop), min_tokens=params.min_tokens
             )
+        self.scheduler.add(request)
         text = prompt if isinstance(prompt, str) else None
         self._streams[request.request_id] = _Stream(request, text, detokenizer)
         return request.request_id
@@ -169,7 +191,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = True,
@@ -187,10 +209,11 @@ class Engine:
         try:
             for prompt, one in zip(batch, each, strict=True):
                 ids.append(self.add_request(prompt, one))
+            own = set(ids)
             with tqdm(total=len(ids), desc="generate", unit="request", disable=not progress) as bar:
                 while len(finished) < len(ids):
                     for output in self._advance():
-                        if output.request_id not in ids:
+                        if output.request_id not in own:
                             self._undelivered[output.request_id] = output
                         elif output.finished:
                             finished[output.request_id] = output
@@ -205,23 +228,33 @@ class Engine:
         """Yield the text of one prompt's completion as it grows; the pieces join to its `text`.
 
         The request starts with the first piece asked for, and is aborted if the iterator is dropped before the end.
+        Raises RuntimeError if one of its steps fails.
         """
+        self._check_open()
         if self._model.tokenizer is None:
             raise ValueError("streaming text needs a tokenizer: give runtime.compile(..., tokenizer=...)")
         request_id, shown = self.add_request(prompt, params), 0
+        request, detokenizer = self._streams[request_id].request, self._streams[request_id].detokenizer
+        assert detokenizer is not None
         try:
-            while request_id in self._streams:
-                for output in self._advance():
-                    if output.request_id != request_id:
-                        self._undelivered[output.request_id] = output
-                    elif delta := output.outputs[0].text[shown:]:
-                        shown += len(delta)
-                        yield delta
+            while True:
+                # Only between whole steps: the iterator may be dropped, or `step` be called, while a piece is out.
+                if delta := detokenizer.text[shown:]:
+                    shown += len(delta)
+                    yield delta
+                elif request.is_finished:
+                    break
+                else:
+                    others = [output for output in self._advance() if output.request_id != request_id]
+                    self._undelivered.update({output.request_id: output for output in others})
+            if request.finish_reason == "error":
+                raise RuntimeError("a step failed before the text was complete; the log has the reason")
         finally:
             self.abort_request(request_id)
 
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
+        self._check_open()
         scheduler = self.scheduler
         return EngineStats(
             num_running=scheduler.num_running,
@@ -258,7 +291,8 @@ class Engine:
         weights = source if isinstance(source, Mapping) else resolve(source, progress=self._progress)
         self._model.reload(weights, progress=self._progress)
         self.scheduler.preempt_all()
-        assert self.scheduler.manager.reset_prefix_cache(), "preempted requests still held blocks"
+        forgotten = self.scheduler.manager.reset_prefix_cache()
+        assert forgotten, "preempted requests still held blocks"
 
     def close(self) -> None:
         """Abort everything and let go of the caches and weights. A closed engine only raises."""
@@ -272,7 +306,9 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _check_open(self) -> None:
@@ -289,11 +325,11 @@ class Engine:
                 )
             token_ids = list(self._model.tokenizer.encode(prompt))
         else:
-            token_ids = [int(token) for token in prompt]
+            token_ids = _token_ids(prompt)
         if not token_ids:
             raise ValueError("an empty prompt: give at least one token (a begin-of-text token, for example)")
         if params.stop and self._model.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: use stop_token_ids, or runtime.compile(..., tokenizer=...)")
+            raise ValueError("stop strings need a tokenizer: give runtime.compile(..., tokenizer=...)")
         vocab_size = self._model.vocab_size
         for what, ids in (("token", token_ids), ("stop token", params.stop_token_ids)):
             bad = [token for token in ids if not 0 <= token < vocab_size]
@@ -310,7 +346,7 @@ class Engine:
             advanced += self._run(schedule)
         outputs = [self._output(request) for request in advanced]
         seconds = time.perf_counter() - start
-        if any(row.start < row.request.num_prompt_tokens for row in schedule.rows):
+        if any(map(_in_prompt, schedule.rows)):
             self.seconds.prefill += seconds
         else:
             self.seconds.decode += seconds
@@ -328,7 +364,7 @@ class Engine:
         num_sampled = sum(row.samples for row in schedule.rows)
         advanced = self.scheduler.update(schedule, tokens[:num_sampled])
         self._num_output_tokens += len(advanced)
-        self._num_prompt_tokens += schedule.num_tokens - sum(row.start >= row.request.num_prompt_tokens for row in schedule.rows)
+        self._num_prompt_tokens += sum(row.num_tokens for row in schedule.rows if _in_prompt(row))
         for request in advanced:
             self._take_text(request)
         return advanced
@@ -369,65 +405,22 @@ class Engine:
         )
 
 
-def _as_batch(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+def _in_prompt(row: ScheduledRow) -> bool:
+    return row.start < row.request.num_prompt_tokens
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, as text or token ids, or a list of prompts, as a list of prompts."""
-    if isinstance(prompts, str) or (prompts and not isinstance(prompts[0], str | list | tuple)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, list | tuple) and all(isinstance(prompt, str | list | tuple) for prompt in prompts):
+        return list(prompts)
+    return [prompts]  # type: ignore[list-item]
 
 
-def _size_pool(loaded: LoadedModel, config: EngineConfig) -> tuple[int, int]:
-    """Decide (num_blocks, max_model_len); says so where a limit is not the one asked for."""
-    plan = loaded.adaptation.report.plan
-    wanted = config.max_model_len or loaded.max_positions
-    if config.num_blocks is not None:
-        if config.kv_cache_memory_bytes is not None:
-            warnings.warn("kv_cache_memory_bytes is ignored: num_blocks was given", stacklevel=5)
-        num_blocks = config.num_blocks
-    elif config.kv_cache_memory_bytes is not None:
-        bytes_per_block = plan.bytes_per_token(loaded.dtype.itemsize) * config.block_size
-        num_blocks = config.kv_cache_memory_bytes // bytes_per_block
-        if num_blocks < 2:
-            raise ValueError(
-                f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} holds {num_blocks} blocks of {bytes_per_block} "
-                f"bytes; at least 2 are needed: raise it to {2 * bytes_per_block}, or lower block_size"
-            )
-    else:
-        num_blocks = num_blocks_for_memory(
-            plan,
-            block_size=config.block_size,
-            dtype=loaded.dtype,
-            device=loaded.device,
-            utilization=config.gpu_memory_utilization,
-            weight_bytes=loaded.weight_bytes,
-            max_tokens=config.max_num_seqs * wanted,
-        )
-    return num_blocks, _model_len(config, loaded.max_positions, (num_blocks - 1) * config.block_size)
-
-
-def _model_len(config: EngineConfig, max_positions: int, pool_tokens: int) -> int:
-    if config.max_model_len is None:
-        if pool_tokens < max_positions:
-            logger.info("max_model_len is %d, what the KV cache holds; the model allows %d", pool_tokens, max_positions)
-        if (length := min(max_positions, pool_tokens)) < 2:
-            raise ValueError(f"a pool of {pool_tokens} tokens is too small for a prompt and an output: raise num_blocks")
-        return length
-    if config.max_model_len > max_positions:
-        warnings.warn(
-            f"max_model_len={config.max_model_len} is beyond the {max_positions} positions that the model was made for",
-            stacklevel=6,
-        )
-    if config.max_model_len > pool_tokens:
-        warnings.warn(
-            f"max_model_len={config.max_model_len} is larger than the KV cache, which holds {pool_tokens} tokens: longer "
-            "requests are refused or end early; raise num_blocks or kv_cache_memory_bytes",
-            stacklevel=6,
-        )
-    return config.max_model_len
-
-
-def _batched_tokens(config: EngineConfig, max_model_len: int) -> int:
-    if config.max_num_batched_tokens is not None:
-        return config.max_num_batched_tokens
-    # Without chunking every prompt has to fit into one step.
-    return DEFAULT_BATCHED_TOKENS if config.enable_chunked_prefill else max(DEFAULT_BATCHED_TOKENS, max_model_len)
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """A prompt of token ids as plain ints; what merely converts to ints (bytes, floats) is a mistake."""
+    if not isinstance(prompt, list | tuple):
+        raise ValueError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__}")
+    for token in prompt:
+        if not isinstance(token, Integral) or isinstance(token, bool):
+            raise ValueError(f"a prompt must be text or a list of token ids, but {token!r} in it is not an integer")
+    return [int(token) for token in prompt]

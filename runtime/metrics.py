@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class EngineStats:
     """A snapshot. Counters run from the engine's start; prefix cache figures are in tokens.
 
-    A preempted request finds its own blocks again when it resumes: those look-ups are counted apart (`resumed_…`), since
-    they say nothing about sharing. `kv_cache_usage` is the share of usable blocks in use. `num_recompiles` counts
+    A preempted request finds its own blocks again when it resumes: those look-ups are counted apart (`resumed_…`),
+    since they say nothing about sharing. `kv_cache_usage` is the share of usable blocks in use. `num_recompiles` counts
     compilations after the first, which should stay 0.
     """
 

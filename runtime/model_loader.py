@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from graphs.acceptance import TOLERANCE, acceptance_error
 from graphs.kv_cache import usable_memory
 from models import skeleton
 from models.adapted import Adaptation, adapt
 from models.checkpoint import Checkpoint, resolve
+from models.report import UnsupportedModelError, Verdict
 from models.weights import load_weights
 from runtime.config import EngineConfig
 from runtime.metrics import PhaseSeconds
@@ -49,11 +52,17 @@ class LoadedModel:
 
 
 def load(
-    model: str | Path | PreTrainedModel, tokenizer: Any, config: EngineConfig, seconds: PhaseSeconds, *, progress: bool
+    model: str | Path | PreTrainedModel,
+    tokenizer: Any,
+    config: EngineConfig,
+    seconds: PhaseSeconds,
+    *,
+    verify: bool,
+    progress: bool,
 ) -> LoadedModel:
     """Fetch, adapt and load. Times go into `seconds`; raises ValueError for what cannot be served."""
     if isinstance(model, PreTrainedModel):
-        return _share(model, tokenizer, config, seconds)
+        return _share(model, tokenizer, config, seconds, verify=verify)
     start = time.perf_counter()
     checkpoint = resolve(model, progress=progress)
     seconds.fetch = time.perf_counter() - start
@@ -62,7 +71,7 @@ def load(
     device = config.resolve_device()
     dtype = config.resolve_dtype(checkpoint.dtype, device, checkpoint.nbytes, usable_memory(device))
     adaptation = adapt(skeleton.build(checkpoint.config, dtype), device)
-    logger.info("%s", adaptation.report)
+    _judge(adaptation, verify=verify)
     adaptation.materialise(device, own=False)
     load_weights(checkpoint, adaptation.source, adaptation.destinations(), progress=progress)
     tokenizer = checkpoint.load_tokenizer() if tokenizer is None else tokenizer
@@ -75,13 +84,15 @@ def load(
     return loaded
 
 
-def _share(model: PreTrainedModel, tokenizer: Any, config: EngineConfig, seconds: PhaseSeconds) -> LoadedModel:
+def _share(
+    model: PreTrainedModel, tokenizer: Any, config: EngineConfig, seconds: PhaseSeconds, *, verify: bool
+) -> LoadedModel:
     """Adapt a copy of a module in memory that shares its parameters, but for those that a rule merged."""
     start = time.perf_counter()
     device = model.device if config.device == "auto" else config.resolve_device()
     dtype = model.dtype if config.dtype == "auto" else config.resolve_dtype(model.dtype, device, 0, 0)
     adaptation = adapt(skeleton.share(model), device)
-    logger.info("%s", adaptation.report)
+    _judge(adaptation, verify=verify)
     shared = device == model.device and dtype == model.dtype
     adaptation.materialise(device, own=not shared, dtype=dtype)
     source = model.state_dict()
@@ -93,6 +104,24 @@ def _share(model: PreTrainedModel, tokenizer: Any, config: EngineConfig, seconds
     return loaded
 
 
+def _judge(adaptation: Adaptation, *, verify: bool) -> None:
+    """Report what adapting did; test the architecture if asked to, else warn of one that nobody has tested."""
+    report = adaptation.report
+    logger.info("%s", report)
+    if verify:
+        error = acceptance_error(adaptation.source.config, adaptation.device)
+        if not error < TOLERANCE:
+            reason = f"a small random copy differs from Hugging Face by {error:.1e} of the largest logit"
+            raise UnsupportedModelError(report.architecture, "acceptance test", f"{reason}; allowed is {TOLERANCE:.0e}")
+        logger.info("%s passes the acceptance test: error %.1e", report.architecture, error)
+    elif report.verdict is Verdict.UNPROVEN:
+        warnings.warn(
+            f"{report.architecture} is not among the tested architectures; runtime.compile(..., verify=True) tests a "
+            "small random copy of it against Hugging Face first",
+            stacklevel=6,
+        )
+
+
 def _describe(
     adaptation: Adaptation, dtype: torch.dtype, device: torch.device, tokenizer: Any, generation: Any, *, shared: bool
 ) -> LoadedModel:
@@ -100,12 +129,14 @@ def _describe(
     eos = getattr(generation, "eos_token_id", None)
     eos = getattr(config, "eos_token_id", None) if eos is None else eos
     eos = getattr(tokenizer, "eos_token_id", None) if eos is None else eos
+    eos_ids = eos if isinstance(eos, Iterable) else () if eos is None else (eos,)
     return LoadedModel(
         adaptation=adaptation,
         dtype=dtype,
         device=device,
         tokenizer=tokenizer,
-        eos_token_ids=frozenset(eos if isinstance(eos, Iterable) else () if eos is None else (eos,)),
+        # Some configs name an EOS beyond their vocabulary: it is never drawn, and cannot be masked.
+        eos_token_ids=frozenset(token for token in eos_ids if 0 <= token < config.vocab_size),
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
         weight_bytes=sum(parameter.nbytes for parameter in adaptation.module.parameters()),

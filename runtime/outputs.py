@@ -11,8 +11,8 @@ from runtime.request import FinishReason
 class CompletionOutput:
     """One completion so far: all of its tokens and text, not only what is new.
 
-    `token_ids` keeps an ending EOS or stop token; `text` does not, nor a stop string. `stop_reason` is the token id or the
-    text that ended it, or "kv_cache_full".
+    `token_ids` keeps an ending EOS or stop token; `text` does not, nor a stop string. `stop_reason` is the token id or
+    the text that ended it, or "kv_cache_full".
     """
 
     index: int
@@ -24,7 +24,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request so far. `prompt` is None if it was given as token ids; `num_cached_tokens` of it came from the cache."""
+    """A request so far. `prompt` is None if token ids were given; `num_cached_tokens` of it came from the cache."""
 
     request_id: str
     prompt: str | None

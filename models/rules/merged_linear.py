@@ -83,9 +83,7 @@ class MergeLinears:
         linears: list[nn.Linear] = [getattr(module, name) for name in members]
         first, sizes = linears[0], [linear.out_features for linear in linears]
         bias = first.bias is not None
-        merged = MergedLinear(
-            sum(sizes), first.in_features, bias=bias, dtype=first.weight.dtype, users=len(members)
-        )
+        merged = MergedLinear(sum(sizes), first.in_features, bias=bias, dtype=first.weight.dtype, users=len(members))
         name = "merged_" + "_".join(members)
         module.add_module(name, merged)
         for index, member in enumerate(members):
@@ -95,7 +93,6 @@ class MergeLinears:
 
     def verify(self, model: PreTrainedModel, probe: Probe, rewrite: Rewrite) -> str | None:
         """Run the module with random weights in float32, merged and not, on the arguments that the probe saw."""
-        # Through a holder, since the module's config has to change with it and stay the model's own otherwise.
         original = _random_copy(model.get_submodule(rewrite.module))
         merged = _random_copy(original)
         for stack in self.apply(merged, rewrite.members):
@@ -126,12 +123,16 @@ def _judge(path: str, module: nn.Module, members: list[str], probe: Probe, tied:
     problem = None
     if any(type(linear) is not nn.Linear for linear in linears):
         problem = "a subclass of nn.Linear"
+    elif any(linear._forward_hooks or linear._forward_pre_hooks for linear in linears):
+        problem = "it has forward hooks"
     elif len({linear.bias is None for linear in linears}) > 1:
         problem = "some have a bias and some do not"
     elif len({(linear.weight.dtype, linear.in_features) for linear in linears}) > 1:
         problem = "dtypes or input sizes differ"
     elif any(len(probe.calls[_join(path, name)]) != 1 for name in members):
         problem = "called more than once in a forward pass"
+    elif path not in probe.calls:
+        problem = "their module is not called itself, so they cannot be verified"
     elif any(id(p) in tied for linear in linears for p in linear.parameters()):
         problem = "a weight is tied to another"
     reason = f"{', '.join(members)}: {problem or 'share their input'}"
@@ -147,7 +148,7 @@ def _tied_parameters(model: nn.Module) -> set[int]:
 
 
 def _random_copy(module: nn.Module) -> nn.Module:
-    """Copy a module with float32 parameters on the CPU: random for meta parameters, else the same values."""
+    """Copy a module with random float32 parameters on the CPU: the same for every copy of one structure."""
     generator = torch.Generator().manual_seed(1)
     memo: dict[int, Any] = {}
     for parameter in module.parameters():

