@@ -6,7 +6,6 @@ dynamic, and sizes of 1 are no special case.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import threading
@@ -27,8 +26,6 @@ from models.adapted import AdaptedModel
 from models.cache import cache_root
 from models.step_inputs import FIELDS, StepInputs, StepOutputs
 
-logger = logging.getLogger(__name__)
-
 # Sizes to trace with. Every dynamic one is marked as unbacked, so that no guard can depend on its value.
 EXAMPLE_SIZES = StepSizes(tokens=13, sequences=3, table_width=5, rows=6, masked=2, previous_rows=9)
 
@@ -36,7 +33,8 @@ EXAMPLE_SIZES = StepSizes(tokens=13, sequences=3, table_width=5, rows=6, masked=
 def compiler_missing(device: torch.device) -> str | None:
     """Say which compiler inductor would need on this machine and not find, or None."""
     compiler = os.environ.get("CXX", "g++")
-    return None if shutil.which(compiler) else f"the C++ compiler {compiler!r}, which inductor needs for {device.type},"
+    found = shutil.which(compiler.split()[0])  # the first word: CXX may be "ccache g++"
+    return None if found else f"the C++ compiler {compiler!r}, which inductor needs for {device.type},"
 
 
 def use_lasting_compiler_cache() -> None:
@@ -50,23 +48,26 @@ def use_lasting_compiler_cache() -> None:
 class CapturedGraph:
     """`module` compiled into one graph that is a function of the step's inputs and of the caches.
 
-    Compiles at the first call, of which `example_inputs` gives the arguments. `graphs` collects the FX graph of every
-    compilation: one, unless something made Dynamo compile again, which `num_recompiles` counts.
+    `compile` makes it. `graphs` then holds the one FX graph, for inspection. Dynamo is told to check no guards: our
+    inputs differ from step to step in marked sizes only, while guards also watch the rest of the process (transformers'
+    registry of living models, torch's defaults) and would compile again for nothing. What could still make Dynamo
+    forget the graph, a `torch._dynamo.reset()` in the process, is counted in `num_recompiles` and is an error.
     """
 
     def __init__(self, module: AdaptedModel, *, progress: bool = True) -> None:
         self.graphs: list[fx.GraphModule] = []
         self.seconds = 0.0
         self._progress = progress
-        self._function = torch.compile(_own_function(module), backend=self._compile, fullgraph=True, dynamic=None)
-
-    @property
-    def num_recompiles(self) -> int:
-        """Number of compilations after the first."""
-        return max(0, len(self.graphs) - 1)
+        self.num_recompiles = 0
+        self._function = torch.compile(
+            _own_function(module),
+            backend=self._compile,
+            fullgraph=True,
+            options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
+        )
 
     def __call__(self, inputs: StepInputs, k_caches: list[Tensor], v_caches: list[Tensor]) -> StepOutputs:
-        """Run the graph. Side effects: the caches; a compilation, if Dynamo's guards do not hold."""
+        """Run the graph. Side effect: the caches."""
         return self._function(inputs, k_caches, v_caches)
 
     def compile(self, cache: KVCache, device: torch.device) -> None:
@@ -85,9 +86,11 @@ class CapturedGraph:
     def _compile(self, graph: fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
+        if self.graphs:
+            # The sizes of this call are not marked: a graph of them would serve no other step, unnoticed.
+            self.num_recompiles += 1
+            raise RuntimeError("the compiled graph is gone (torch._dynamo.reset() was called): make a new engine")
         self.graphs.append(graph)
-        if len(self.graphs) > 1:
-            logger.warning("recompiled (%d graphs now): a size, dtype or setting changed in use", len(self.graphs))
         self._bar.set_description(f"compile: inductor, {len(graph.graph.nodes)} nodes")
         return compile_fx(graph, example)
 

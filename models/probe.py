@@ -107,7 +107,9 @@ class _Recorder:
                 given = function(torch.tensor(0), torch.tensor(0), torch.tensor(q), kv)
                 conveyed = bool((given.expand_as(expected) == expected).all())
             except (RuntimeError, NotImplementedError, IndexError) as error:
-                raise self.refuse(name, f"its mask depends on more than positions ({error})") from error
+                raise self.refuse(
+                    name, f"its mask depends on more than positions and a window, as chunked attention does ({error})"
+                ) from error
             if not conveyed:
                 raise self.refuse(
                     name, f"at position {q} its mask differs from causal with window {window}, which is all it conveys"

@@ -21,13 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     _log_to_stderr(args.quiet)
     try:
         args.run(args)
-    except ValueError as error:
+    except BrokenPipeError:  # the reader of stdout has gone, as with `| head`; keep Python's exit from flushing into it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError) as error:
         print(f"pagegraph: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of stdout has gone, as with `| head`; keep Python's exit from flushing into it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -108,3 +108,7 @@ def _summary(engine: Engine, total: float, first: float | None) -> str:
     if first is not None:
         lines.append(f"first text after {first:.1f} s of {total:.1f} s")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -75,7 +75,9 @@ def test_memory_and_scheduling_import_no_torch(path: Path) -> None:
 
 def test_importing_them_loads_no_torch() -> None:
     modules = [name(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__") for path in TORCH_FREE]
-    result = python(f"import {', '.join(modules)}\nprint('torch' in sys.modules, runtime.SamplingParams().max_tokens)", ROOT)
+    result = python(
+        f"import {', '.join(modules)}\nprint('torch' in sys.modules, runtime.SamplingParams().max_tokens)", ROOT
+    )
     assert result.stderr == ""
     assert result.stdout.split() == ["False", "16"]
 

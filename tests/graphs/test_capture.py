@@ -3,16 +3,20 @@
 Dimensions of the cache are chosen so that nothing else in the graph has them.
 """
 
+import gc
 import re
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.graph import GraphLowering
 from transformers import PretrainedConfig, PreTrainedModel
 
 import runtime
@@ -84,7 +88,10 @@ def compile_now(config: PretrainedConfig, num_blocks: int) -> Compiled:
     module = adapted(model)
     cache = make_cache(module, num_blocks)
     counters.clear()
-    executor, codes = run_and_get_code(CompiledExecutor, module, cache, CPU, progress=False)
+    codes: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphLowering, "save_output_code", codes.append)
+        executor = CompiledExecutor(module, cache, CPU, progress=False)
     assert len(codes) == 1
     breaks, graphs = dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
     return Compiled(model, module, cache, executor, codes[0], breaks, graphs)
@@ -326,8 +333,37 @@ def test_a_step_writes_its_own_slots_only(llama: Compiled) -> None:
 
 
 @pytest.mark.compile
+@pytest.mark.usefixtures("no_recompile")
+def test_models_that_come_and_go_do_not_recompile(llama: Compiled) -> None:
+    # transformers keeps a registry of living models, which every forward pass looks into.
+    others = []
+    for _ in range(3):
+        others.append(make(transformers.LlamaConfig(**SIZES)))
+        llama.executor.run(STEPS[0])
+    llama.model.generate(torch.tensor([A]), max_new_tokens=2, do_sample=False)
+    llama.executor.run(STEPS[0])
+    others.clear()
+    gc.collect()
+    assert error(llama.executor.run(STEPS[0]).logits, hugging_face(llama.model, A[:1])) < 1e-5
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("no_recompile")
+def test_settings_and_threads_of_the_process_do_not_recompile(llama: Compiled, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        llama.executor.run(STEPS[0])
+    with ThreadPoolExecutor(1) as pool:
+        outputs = pool.submit(llama.executor.run, STEPS[0]).result()
+    assert error(outputs.logits, hugging_face(llama.model, A[:1])) < 1e-5
+
+
+@pytest.mark.compile
 def test_another_graph_in_the_process_does_not_recompile_the_first(llama: Compiled) -> None:
-    config = transformers.Gemma2Config(**{**SIZES, "num_hidden_layers": 1}, sliding_window=4, attn_logit_softcapping=5.0)
+    config = transformers.Gemma2Config(
+        **{**SIZES, "num_hidden_layers": 1}, sliding_window=4, attn_logit_softcapping=5.0
+    )
     other = make(config)
     module = adapted(other)
     cache = make_cache(module, 30)
@@ -338,6 +374,7 @@ def test_another_graph_in_the_process_does_not_recompile_the_first(llama: Compil
     with torch._dynamo.config.patch(error_on_recompile=True):
         for inputs in STEPS:
             assert_equal(executor.run(inputs), eager.run(inputs))
+        for inputs in STEPS:
             assert_equal(llama.executor.run(inputs), eager_llama.run(inputs))
     assert counters["stats"]["unique_graphs"] == before
     assert (len(executor.graph.graphs), len(llama.executor.graph.graphs)) == (1, 1)
@@ -348,15 +385,15 @@ def test_without_a_compiler_there_is_one_warning_and_the_right_tokens(monkeypatc
     monkeypatch.setenv("CXX", "no-such-compiler")
     model = make(transformers.LlamaConfig(**SIZES))
     with (
-        pytest.warns(UserWarning) as warned,
+        warnings.catch_warnings(record=True) as warned,
         runtime.compile(model, backend="inductor", block_size=BLOCK_SIZE, num_blocks=23, progress=False) as engine,
     ):
         assert isinstance(engine.executor, EagerExecutor)
         params = runtime.SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
         outputs = engine.generate([A, C], params, progress=False)
     messages = [str(warning.message) for warning in warned]
-    assert len([message for message in messages if "no-such-compiler" in message]) == 1
-    assert "running uncompiled" in next(message for message in messages if "no-such-compiler" in message)
+    (message,) = [message for message in messages if "no-such-compiler" in message]
+    assert "running uncompiled" in message
     for ids, output in zip((A, C), outputs, strict=True):
         expected = model.generate(torch.tensor([ids]), max_new_tokens=6, min_new_tokens=6, do_sample=False)
         assert output.outputs[0].token_ids == expected[0, len(ids) :].tolist()

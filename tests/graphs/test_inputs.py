@@ -1,6 +1,7 @@
 """The arena: contiguous and aligned views at any size, at addresses that stay."""
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -69,7 +70,7 @@ def test_views_are_contiguous_aligned_and_apart_at_any_size(sizes: StepSizes) ->
     arena = InputArena(CPU, capacity=64)
     inputs = arena.carve(sizes)
     ranges = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in inputs)
-    assert all(end <= start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
     assert all(tensor.is_contiguous() for tensor in inputs)
     # torch aligns the buffer to 64 bytes, so views that start at multiples of 64 are aligned in memory too.
     assert all(address % 64 == 0 for address in addresses(inputs))

@@ -16,7 +16,14 @@ CPU = torch.device("cpu")
 
 def site(cache: int, *, heads: int = 2, k_dim: int = 8, v_dim: int = 8, writes: bool = True) -> CallSite:
     return CallSite(
-        f"layers.{cache}", num_q_heads=4, num_kv_heads=heads, k_dim=k_dim, v_dim=v_dim, scale=1.0, cache=cache, writes=writes
+        f"layers.{cache}",
+        num_q_heads=4,
+        num_kv_heads=heads,
+        k_dim=k_dim,
+        v_dim=v_dim,
+        scale=1.0,
+        cache=cache,
+        writes=writes,
     )
 
 

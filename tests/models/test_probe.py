@@ -219,9 +219,7 @@ REFUSED: dict[str, tuple[Callable[[], PretrainedConfig], str, str]] = {
         "rope of type 'dynamic'",
     ),
     "phi3, longrope": (
-        lambda: transformers.Phi3Config(
-            **SIZES, original_max_position_embeddings=64, rope_parameters=LONGROPE
-        ),
+        lambda: transformers.Phi3Config(**SIZES, original_max_position_embeddings=64, rope_parameters=LONGROPE),
         "model.rotary_emb",
         "rope of type 'longrope'",
     ),
@@ -245,7 +243,15 @@ def refuse(model: PreTrainedModel, where: str, reason: str) -> None:
     assert raised.value.where == where
     assert reason in raised.value.reason
     message = str(raised.value)
-    for part in (type(model).__name__, where, reason, "Supported are decoder-only", "sliding window", "softcap", "sinks"):
+    for part in (
+        type(model).__name__,
+        where,
+        reason,
+        "Supported are decoder-only",
+        "sliding window",
+        "softcap",
+        "sinks",
+    ):
         assert part in message
 
 

@@ -143,7 +143,7 @@ def test_the_load_plan_covers_the_state_dict_with_slices_of_the_merged_storage(n
 # Merged for good: matrix products in the graph that Dynamo traces.
 
 
-def count_products(model: nn.Module) -> int:
+def count_products(model: PreTrainedModel) -> int:
     """Trace one forward pass and count the linear layers in its graph, the head excepted."""
     graphs: list[fx.GraphModule] = []
 
@@ -151,16 +151,14 @@ def count_products(model: nn.Module) -> int:
         graphs.append(graph)
         return graph.forward
 
-    torch._dynamo.reset()
     use_attention(model, TEST_ATTENTION)
     with torch.no_grad():
-        compiled = torch.compile(model.model, backend=backend, fullgraph=True)
+        compiled = torch.compile(model.get_submodule("model"), backend=backend, fullgraph=True)
         compiled(
             input_ids=torch.arange(5)[None],
             position_ids=torch.arange(5)[None],
             use_cache=False,
         )
-    torch._dynamo.reset()
     assert len(graphs) == 1
     names = [str(node.target) for node in graphs[0].graph.nodes if node.op in ("call_function", "call_method")]
     return sum("linear" in name for name in names)

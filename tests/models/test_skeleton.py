@@ -66,9 +66,11 @@ def test_build_is_in_eval_mode_and_keeps_no_config_of_the_caller() -> None:
 
 def test_registration_of_parameters_is_restored() -> None:
     original = nn.Module.register_parameter
-    with pytest.raises(ZeroDivisionError), skeleton.parameters_on_meta():
+    with skeleton.parameters_on_meta():
         assert nn.Linear(2, 3).weight.is_meta
-        _ = 1 / 0
+    assert nn.Module.register_parameter is original
+    with pytest.raises(RuntimeError, match="negative"), skeleton.parameters_on_meta():
+        nn.Linear(-2, 3)
     assert nn.Module.register_parameter is original
     assert not nn.Linear(2, 3).weight.is_meta
 

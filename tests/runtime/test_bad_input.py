@@ -4,7 +4,7 @@ Every case happens in the middle of other requests, which must end just as if it
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,12 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def busy(tiny_model: TinyModel, make_engine: MakeEngine) -> Iterator[Engine]:
+def busy(tiny_model: TinyModel, make_engine: MakeEngine) -> Engine:
     """An engine with two running requests and a waiting one, four steps in."""
     with pytest.warns(UserWarning, match="larger than the KV cache"):
         engine = make_engine(tiny_model("llama"), **KNOBS)
     start(engine)
-    yield engine
+    return engine
 
 
 def start(engine: Engine) -> None:
@@ -78,7 +78,7 @@ def undisturbed(tiny_model: TinyModel) -> dict[str, list[int]]:
 
 
 def check(engine: Engine, bad: Callable[[], object], said: tuple[str, ...], undisturbed: dict[str, list[int]]) -> None:
-    """`bad` raises a ValueError that says all of `said`, changes nothing, and the running requests end as they would."""
+    """`bad` raises a ValueError that says all of `said`, and leaves the running requests to end as they would."""
     before = engine.stats()
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the message is checked next)
         bad()
@@ -196,6 +196,11 @@ def truncate(path: Path) -> None:
     last_shard(path).write_bytes(last_shard(path).read_bytes()[:-8])
 
 
+def remove_shards(path: Path) -> None:
+    for file in path.glob("*safetensors*"):
+        file.unlink()
+
+
 def retype(path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "model_type": "florp"}))
@@ -232,7 +237,7 @@ MODELS: dict[str, tuple[Case, tuple[str, ...]]] = {
     ),
     "truncated shard": (folder(truncate), ("model-0000", "truncated or damaged", "bytes", "download it again")),
     "no shards": (
-        folder(lambda path: [p.unlink() for p in path.glob("*safetensors*")]),
+        folder(remove_shards),
         ("no *.safetensors", SUPPORTED),
     ),
     "no config": (folder(lambda path: (path / "config.json").unlink()), ("no config.json", SUPPORTED)),

@@ -119,6 +119,11 @@ def test_what_was_held_back_for_a_stop_string_is_flushed(scripted: Callable[...,
     assert list(engine.stream(PROMPT, SamplingParams(max_tokens=2, stop=["END"]))) == ["EN"]
 
 
+def test_a_stop_string_may_be_complete_only_at_the_end(scripted: Callable[..., Engine]) -> None:
+    """A cut character is text, U+FFFD, only once nothing can follow."""
+    assert finish(scripted(b"a\xc3"), stop="\ufffd", max_tokens=2) == ("a", "stop", "\ufffd", [97, 0xC3])
+
+
 def test_the_first_match_wins_then_the_longest(scripted: Callable[..., Engine]) -> None:
     engine = scripted("abcdef")
     assert finish(engine, stop=["cd", "bc"])[:3] == ("a", "stop", "bc")

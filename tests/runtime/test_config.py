@@ -1,0 +1,73 @@
+"""Which dtype, device and limits an engine resolves to, and which knobs are refused."""
+
+import pytest
+import torch
+
+from runtime import config as config_module
+from runtime.config import EngineConfig
+
+CPU = torch.device("cpu")
+GB = 1 << 30
+
+
+@pytest.fixture
+def no_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without instructions for 16-bit floats."""
+    monkeypatch.setattr(config_module, "cpu_multiplies", lambda dtype: False)
+
+
+@pytest.mark.usefixtures("no_bf16")
+def test_auto_dtype_avoids_emulated_products() -> None:
+    resolve = EngineConfig().resolve_dtype
+    assert resolve(torch.bfloat16, CPU, nbytes=GB, memory=16 * GB) is torch.float32
+    assert resolve(torch.float32, CPU, nbytes=GB, memory=16 * GB) is torch.float32
+    assert resolve(torch.float64, CPU, nbytes=GB, memory=16 * GB) is torch.float64
+    assert resolve(torch.bfloat16, torch.device("cuda"), nbytes=GB, memory=16 * GB) is torch.bfloat16
+
+
+@pytest.mark.usefixtures("no_bf16")
+def test_auto_dtype_stays_small_when_float32_would_fill_the_memory() -> None:
+    assert EngineConfig().resolve_dtype(torch.bfloat16, CPU, nbytes=5 * GB, memory=16 * GB) is torch.bfloat16
+
+
+def test_auto_dtype_on_a_cpu_with_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "cpu_multiplies", lambda dtype: True)
+    assert EngineConfig().resolve_dtype(torch.bfloat16, CPU, nbytes=GB, memory=16 * GB) is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.float16])
+def test_a_given_dtype_is_taken(dtype: str | torch.dtype) -> None:
+    assert EngineConfig(dtype=dtype).resolve_dtype(torch.float32, CPU, nbytes=GB, memory=GB) is torch.float16
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"block_size": 0}, "block_size must be a whole number of at least 1, not 0"),
+        ({"block_size": 16.0}, "block_size must be a whole number"),
+        ({"num_blocks": 1}, "num_blocks must be a whole number of at least 2, not 1; block 0 is the null block"),
+        ({"max_model_len": 1}, "max_model_len"),
+        ({"max_num_seqs": True}, "max_num_seqs"),
+        ({"max_num_seqs": None}, "max_num_seqs"),
+        ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization must be in \(0, 1\]"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"backend": "tensorrt"}, "backend must be one of inductor, eager, not 'tensorrt'"),
+        ({"dtype": "int8"}, "dtype must be 'auto' or one of float32"),
+    ],
+)
+def test_bad_knobs_name_what_is_supported(knobs: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**knobs)
+
+
+@pytest.mark.parametrize("device", ["meta", "tpu", "cuda:x"])
+def test_bad_devices(device: str) -> None:
+    with pytest.raises(ValueError, match="device"):
+        EngineConfig(device=device).resolve_device()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    assert EngineConfig().resolve_device() == CPU
+    with pytest.raises(ValueError, match="sees no CUDA device; use device='cpu'"):
+        EngineConfig(device="cuda").resolve_device()
