@@ -26,10 +26,11 @@ def decode_step_seconds(engine: Engine, batch: int, prompt: int, steps: int) -> 
     """Seconds of each of `steps` decode steps of `batch` sequences, scheduling and output included."""
     engine.reset_prefix_cache()
     params = runtime.SamplingParams(max_tokens=steps + 1, temperature=0, ignore_eos=True)
+    before = engine.stats().num_output_tokens
     for ids in _prompts(engine, batch, prompt):
         engine.add_request(ids, params)
-    while engine.stats().num_waiting or any(len(o.outputs[0].token_ids) < 1 for o in engine.step()):
-        pass
+    while engine.stats().num_output_tokens < before + batch:  # until every prompt has given its first token
+        engine.step()
     seconds = []
     while engine.has_unfinished_requests():
         start = time.perf_counter()

@@ -11,7 +11,7 @@ from runtime.engine import Engine
 
 
 class ReadBandwidth:
-    """Measures the read bandwidth of a device over at least 1 GiB of distinct buffers, so that no cache can hold them."""
+    """Measures a device's read bandwidth over at least 1 GiB of distinct buffers, which no cache can hold."""
 
     def __init__(self, device: torch.device, nbytes: int = 5 << 28, buffers: int = 20) -> None:
         size = nbytes // buffers // 4

@@ -24,7 +24,7 @@ from ops.providers import select
 
 TOLERANCE = 1e-4  # of the largest logit, in float32; a lost token or position gives 1e-2 and more
 _BLOCK_SIZE, _VOCAB, _WINDOW, _INNER = 4, 512, 6, 64
-# Tokens of each of three sequences in each step: whole and cut prompts, with single tokens between, longer than a window.
+# Tokens of each of three sequences in each step: whole and cut prompts, single tokens between, longer than a window.
 _STEPS = ((7, 11, 0), (1, 1, 5), (9, 1, 3), (1, 0, 1), (1, 6, 8), (1, 1, 1), (0, 1, 1))
 
 

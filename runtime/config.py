@@ -51,6 +51,11 @@ class EngineConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 why = "; block 0 is the null block and holds no tokens" if name == "num_blocks" else ""
                 raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}{why}")
+        for name in ("enable_prefix_caching", "enable_chunked_prefill"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ValueError(f"seed must be a whole number, not {self.seed!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization!r}")
         if self.backend not in BACKENDS:

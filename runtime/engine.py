@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,15 +30,14 @@ from runtime.detokenizer import IncrementalDetokenizer
 from runtime.limits import batched_tokens, size_pool
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.metrics import EngineStats, PhaseSeconds
-from runtime.model_loader import load
+from runtime.model_loader import LoadedModel, load
 from runtime.outputs import CompletionOutput, RequestOutput
+from runtime.prompt import Prompt, as_batch, encode
 from runtime.request import Request
 from runtime.sampling import SamplingParams
 from runtime.scheduler import Schedule, ScheduledRow, Scheduler
 
 logger = logging.getLogger(__name__)
-
-Prompt = str | list[int]
 
 
 @dataclass
@@ -66,8 +64,8 @@ class Engine:
         self.config = config or EngineConfig()
         self.seconds = PhaseSeconds()
         self._progress = progress
-        self._model = load(model, tokenizer, self.config, self.seconds, verify=verify, progress=progress)
-        num_blocks, self.max_model_len = size_pool(self._model, self.config)
+        self._loaded = load(model, tokenizer, self.config, self.seconds, verify=verify, progress=progress)
+        num_blocks, self.max_model_len = size_pool(self._loaded, self.config)
         manager = KVCacheManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
         self.max_num_batched_tokens = batched_tokens(self.config, self.max_model_len)
         self.scheduler = Scheduler(
@@ -79,7 +77,7 @@ class Engine:
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
         )
         self.executor = self._make_executor(num_blocks)
-        self._arena = InputArena(self._model.device)
+        self._arena = InputArena(self._loaded.device)
         self._streams: dict[str, _Stream] = {}
         self._undelivered: dict[str, RequestOutput] = {}
         self._arrivals = itertools.count()
@@ -87,7 +85,7 @@ class Engine:
         self._closed = False
 
     def _make_executor(self, num_blocks: int) -> Executor:
-        loaded = self._model
+        loaded = self._loaded
         copy = select("copy_blocks", loaded.device)
         plan, module = loaded.adaptation.report.plan, loaded.adaptation.module
         cache = KVCache(plan, num_blocks, self.config.block_size, loaded.dtype, loaded.device, copy)
@@ -146,11 +144,13 @@ class Engine:
         and then nothing has changed.
         """
         self._check_open()
-        params = params if params is not None else SamplingParams()
-        token_ids = self._tokenize(prompt, params)
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params must be a runtime.SamplingParams, not {type(params).__name__}")
+        token_ids = encode(prompt, params, self._model.tokenizer, self._model.vocab_size)
         arrival = next(self._arrivals)
         request = Request(
-            request_id if request_id is not None else f"request-{arrival}",
+            request_id if request_id is not None else self._new_id(arrival),
             token_ids,
             params,
             arrival=arrival,
@@ -200,7 +200,7 @@ class Engine:
 
         params: one for all, or one for each. Requests added otherwise go on; their outputs are kept for `step`.
         """
-        batch = _as_batch(prompts)
+        batch = as_batch(prompts)
         each = [params] * len(batch) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(batch):
             raise ValueError(f"{len(batch)} prompts need one SamplingParams, or one each; {len(each)} were given")
@@ -301,7 +301,7 @@ class Engine:
         for request_id in list(self._streams):
             self.abort_request(request_id)
         self._closed = True
-        del self.executor, self._model, self._arena
+        del self.executor, self._loaded, self._arena
 
     def __enter__(self) -> Engine:
         return self
@@ -311,31 +311,21 @@ class Engine:
     ) -> None:
         self.close()
 
+    @property
+    def _model(self) -> LoadedModel:
+        self._check_open()
+        return self._loaded
+
+    def _new_id(self, arrival: int) -> str:
+        """An id of ours for a request: its number, and more if the user has given that very id to another one."""
+        request_id = f"request-{arrival}"
+        while self.scheduler.get(request_id) is not None or request_id in self._undelivered:
+            request_id += "'"
+        return request_id
+
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this engine is closed: make a new one with runtime.compile")
-
-    def _tokenize(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Check a prompt and its parameters against the model and return token ids."""
-        if isinstance(prompt, str):
-            if self._model.tokenizer is None:
-                raise ValueError(
-                    "a text prompt needs a tokenizer, and the model came without one: give token ids, or "
-                    "runtime.compile(..., tokenizer=...)"
-                )
-            token_ids = list(self._model.tokenizer.encode(prompt))
-        else:
-            token_ids = _token_ids(prompt)
-        if not token_ids:
-            raise ValueError("an empty prompt: give at least one token (a begin-of-text token, for example)")
-        if params.stop and self._model.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: give runtime.compile(..., tokenizer=...)")
-        vocab_size = self._model.vocab_size
-        for what, ids in (("token", token_ids), ("stop token", params.stop_token_ids)):
-            bad = [token for token in ids if not 0 <= token < vocab_size]
-            if bad:
-                raise ValueError(f"{what} id {bad[0]} is out of the vocabulary; ids are 0 to {vocab_size - 1}")
-        return token_ids
 
     def _advance(self) -> list[RequestOutput]:
         """Run one step; outputs of the requests that advanced or ended in it."""
@@ -407,20 +397,3 @@ class Engine:
 
 def _in_prompt(row: ScheduledRow) -> bool:
     return row.start < row.request.num_prompt_tokens
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, as text or token ids, or a list of prompts, as a list of prompts."""
-    if isinstance(prompts, list | tuple) and all(isinstance(prompt, str | list | tuple) for prompt in prompts):
-        return list(prompts)
-    return [prompts]  # type: ignore[list-item]
-
-
-def _token_ids(prompt: Sequence[int]) -> list[int]:
-    """A prompt of token ids as plain ints; what merely converts to ints (bytes, floats) is a mistake."""
-    if not isinstance(prompt, list | tuple):
-        raise ValueError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__}")
-    for token in prompt:
-        if not isinstance(token, Integral) or isinstance(token, bool):
-            raise ValueError(f"a prompt must be text or a list of token ids, but {token!r} in it is not an integer")
-    return [int(token) for token in prompt]

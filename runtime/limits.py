@@ -40,16 +40,22 @@ def size_pool(loaded: LoadedModel, config: EngineConfig) -> tuple[int, int]:
             weight_bytes=loaded.weight_bytes,
             max_tokens=config.max_num_seqs * wanted,
         )
-    return num_blocks, _model_len(config, loaded.max_positions, (num_blocks - 1) * config.block_size)
+    return num_blocks, _model_len(config, loaded, (num_blocks - 1) * config.block_size)
 
 
-def _model_len(config: EngineConfig, max_positions: int, pool_tokens: int) -> int:
+def _model_len(config: EngineConfig, loaded: LoadedModel, pool_tokens: int) -> int:
+    max_positions = loaded.max_positions
     if config.max_model_len is None:
         if pool_tokens < max_positions:
             logger.info("max_model_len is %d, what the KV cache holds; the model allows %d", pool_tokens, max_positions)
         if (length := min(max_positions, pool_tokens)) < 2:
             raise ValueError(f"a pool of {pool_tokens} tokens is too small for a prompt and output: raise num_blocks")
         return length
+    if config.max_model_len > max_positions and loaded.has_position_table:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is beyond the model's table of {max_positions} learned positions: "
+            f"at most {max_positions} is supported"
+        )
     if config.max_model_len > max_positions:
         warnings.warn(
             f"max_model_len={config.max_model_len} is beyond the {max_positions} positions that the model was made for",

@@ -38,6 +38,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     vocab_size: int
     max_positions: int
+    has_position_table: bool  # whether positions are learned: beyond max_positions there is nothing to look up
     weight_bytes: int
     shared: bool  # whether some parameters are those of a module in the user's hands
 
@@ -139,9 +140,17 @@ def _describe(
         eos_token_ids=frozenset(token for token in eos_ids if 0 <= token < config.vocab_size),
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
+        has_position_table=_has_position_table(adaptation.source, config.max_position_embeddings),
         weight_bytes=sum(parameter.nbytes for parameter in adaptation.module.parameters()),
         shared=shared,
     )
+
+
+def _has_position_table(model: PreTrainedModel, max_positions: int) -> bool:
+    """Whether an embedding other than that of the tokens has a row for each position (and perhaps a few more)."""
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    tokens = model.get_input_embeddings()
+    return any(max_positions <= table.num_embeddings < max_positions + 16 for table in tables if table is not tokens)
 
 
 def _name(dtype: torch.dtype) -> str:

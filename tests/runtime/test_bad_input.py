@@ -294,3 +294,39 @@ def test_what_is_as_good_as_a_list_of_ids(prompt: Any, tiny_model: TinyModel, ma
     assert found.prompt_token_ids == [3, 4]
     assert all(type(token) is int for token in found.prompt_token_ids)
     assert found.outputs == expected.outputs
+
+
+def test_learned_positions_are_a_hard_limit(tiny_model, make_engine) -> None:
+    with pytest.raises(ValueError, match="max_model_len=300 is beyond the model's table of 256 learned positions"):
+        make_engine(tiny_model("gpt2"), max_model_len=300)
+
+
+def test_beyond_rope_positions_only_warns(tiny_model, make_engine) -> None:
+    with pytest.warns(UserWarning, match="beyond the 256 positions"):
+        make_engine(tiny_model("llama"), max_model_len=300)
+
+
+def test_params_must_be_sampling_params(tiny_model, make_engine) -> None:
+    engine = make_engine(tiny_model("llama"))
+    with pytest.raises(ValueError, match=r"params must be a runtime\.SamplingParams, not dict"):
+        engine.add_request([1, 2], {"max_tokens": 3})
+
+
+@pytest.mark.parametrize(("knob", "value"), [("seed", "x"), ("enable_prefix_caching", "no"), ("seed", True)])
+def test_knobs_of_the_wrong_type(tiny_model, make_engine, knob: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{knob} must be"):
+        make_engine(tiny_model("llama"), **{knob: value})
+
+
+def test_an_automatic_id_avoids_the_users(tiny_model, make_engine, drain) -> None:
+    engine = make_engine(tiny_model("llama"))
+    engine.add_request([1, 2], request_id="request-1")
+    assert engine.add_request([3, 4]) == "request-1'"
+    assert len(drain(engine)) == 2
+
+
+def test_a_closed_engine_says_so(tiny_model, make_engine) -> None:
+    engine = make_engine(tiny_model("llama"))
+    engine.close()
+    with pytest.raises(ValueError, match="closed"):
+        _ = engine.report

@@ -1,0 +1,50 @@
+"""What may be given as a prompt, and how it becomes token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+from runtime.sampling import SamplingParams
+
+Prompt = str | list[int]
+
+
+def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, as text or token ids, or a list of prompts, as a list of prompts."""
+    if isinstance(prompts, list | tuple) and all(isinstance(prompt, str | list | tuple) for prompt in prompts):
+        return list(prompts)
+    return [prompts]  # type: ignore[list-item]
+
+
+def encode(prompt: Prompt, params: SamplingParams, tokenizer: Any, vocab_size: int) -> list[int]:
+    """Turn a prompt into token ids.
+
+    Raises ValueError for what is no prompt, for text (or stop strings) without a tokenizer, and for ids, stop ids too,
+    outside of the vocabulary.
+    """
+    if tokenizer is None and (isinstance(prompt, str) or params.stop):
+        what = "a text prompt needs" if isinstance(prompt, str) else "stop strings need"
+        raise ValueError(
+            f"{what} a tokenizer, and the model came without one: give token ids and stop_token_ids, or "
+            "runtime.compile(..., tokenizer=...)"
+        )
+    token_ids = list(tokenizer.encode(prompt)) if isinstance(prompt, str) else _token_ids(prompt)
+    if not token_ids:
+        raise ValueError("an empty prompt: give at least one token (a begin-of-text token, for example)")
+    for what, ids in (("token", token_ids), ("stop token", params.stop_token_ids)):
+        bad = [token for token in ids if not 0 <= token < vocab_size]
+        if bad:
+            raise ValueError(f"{what} id {bad[0]} is out of the vocabulary; ids are 0 to {vocab_size - 1}")
+    return token_ids
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """A prompt of token ids as plain ints; what merely converts to ints (bytes, floats) is a mistake."""
+    if not isinstance(prompt, list | tuple):
+        raise ValueError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__}")
+    for token in prompt:
+        if not isinstance(token, Integral) or isinstance(token, bool):
+            raise ValueError(f"a prompt must be text or a list of token ids, but {token!r} in it is not an integer")
+    return [int(token) for token in prompt]
