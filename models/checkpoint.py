@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import reprlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -149,11 +150,16 @@ def resolve(model: str | Path, progress: bool = True) -> Checkpoint:
         progress: whether downloads show a bar on stderr.
 
     Raises:
-        ValueError: nothing by that name can be had, or the checkpoint is broken or unsupported.
+        ValueError: nothing by that name can be had, it is no name, or the checkpoint is broken or unsupported.
         RuntimeError: the default model could not be downloaded.
 
     Side effects: downloads into the cache of the default model or of huggingface_hub.
     """
+    if not isinstance(model, str | Path):
+        raise ValueError(
+            f"{reprlib.repr(model)}, of type {type(model).__name__}, names no checkpoint; supported: {SUPPORTED}. A "
+            "model in memory is given to the engine as a transformers PreTrainedModel, new weights as a state dict"
+        )
     if model == default_model.NAME:
         return Checkpoint(default_model.fetch(progress))
     folder = Path(model).expanduser()

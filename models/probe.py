@@ -162,6 +162,9 @@ def probe(model: PreTrainedModel) -> Probe:
         names={id(module): name for name, module in meta.named_modules()},
         max_positions=getattr(model.config, "max_position_embeddings", None) or 4096,
     )
+    if meta.get_output_embeddings() is None:
+        reason = "it has no language-model head (get_output_embeddings() is None): use its ...ForCausalLM class"
+        raise recorder.refuse("the whole model", reason)
     _refuse_state(meta, recorder)
     for name, module in meta.named_modules():
         module._pagegraph_recorder = recorder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from models.checkpoint import Checkpoint, TensorSpec
+from models.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,11 +27,12 @@ logger = logging.getLogger(__name__)
 class _Load:
     """The source tensors of one target, or of several that one converter makes together."""
 
-    targets: list[str]
+    target: str  # the first of them
     converter: WeightConverter | None = None
     sources: list[tuple[str, str]] = field(default_factory=list)  # (name, the converter's pattern that it matched)
 
 
+@torch.no_grad()
 def load_weights(
     source: Checkpoint | Mapping[str, Tensor],
     model: PreTrainedModel,
@@ -52,45 +53,52 @@ def load_weights(
         progress: whether a bar of bytes is shown on stderr.
 
     Raises:
-        ValueError: names are missing or shapes differ (checked before the first copy, except where only a conversion
-            shows it), or two tied names hold different values.
+        ValueError: names are missing, shapes differ, a value is not a tensor, or two tied names hold different values.
+            All of it is found before the first copy, so `destinations` are then as they were.
 
     Side effects: one warning names tensors that the model has no place for.
     """
-    specs, get = _reader(source)
-    if not isinstance(source, Checkpoint) and _same_layout(specs, destinations):
-        loads = [_Load([name], sources=[(name, name)]) for name in specs]
+    metas, get = _reader(source)
+    unexpected: list[str] = []
+    if not isinstance(source, Checkpoint) and _shapes(metas) == _shapes(destinations):
+        loads = [_Load(name, sources=[(name, name)]) for name in metas]
     else:
-        loads, unexpected = _plan(specs, model, destinations)
-        _warn_unexpected(unexpected, model)
-    _check_missing(loads, model, destinations)
-    _check_shapes(loads, specs, destinations)
-    total = sum(specs[name].nbytes for load in loads for name, _ in load.sources)
-    written: dict[tuple[int, torch.Size], str] = {}
-    with (
-        tqdm(total=total, desc="load weights", unit="B", unit_scale=True, disable=not progress) as bar,
-        torch.no_grad(),
-    ):
+        loads, unexpected = _plan(metas, model, destinations)
+    # Conversions run twice, first without data: what does not fit shows before anything is overwritten.
+    made = {name: (load, meta) for load in loads for name, meta in _realize(load, metas.__getitem__, model).items()}
+    unexpected += [name for name in made if name not in destinations]
+    made = {name: made[name] for name in made if name in destinations}
+    _check_missing(made, model, destinations)
+    _check_shapes(made, destinations)
+    _warn_unexpected(unexpected, model)
+    to_copy = _check_tied(made, partial(_realize, get=get, model=model), destinations)
+    total = sum(metas[name].nbytes for load in loads for name, _ in load.sources)
+    with tqdm(total=total, desc="load weights", unit="B", unit_scale=True, disable=not progress) as bar:
         for load in loads:
-            for target, tensor in _realize(load, get, model).items():
-                _copy(target, tensor, destinations, written)
-            bar.update(sum(specs[name].nbytes for name, _ in load.sources))
+            for name, tensor in _realize(load, get, model).items():
+                if name in to_copy:
+                    destinations[name].copy_(tensor)
+            bar.update(sum(metas[name].nbytes for name, _ in load.sources))
 
 
-def _reader(source: Checkpoint | Mapping[str, Tensor]) -> tuple[Mapping[str, TensorSpec], Callable[[str], Tensor]]:
+def _reader(source: Checkpoint | Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Callable[[str], Tensor]]:
+    """Every tensor on the meta device, and what reads one with its data."""
     if isinstance(source, Checkpoint):
-        return source.names(), source.get
-    return {name: TensorSpec(tuple(t.shape), t.dtype) for name, t in source.items()}, source.__getitem__
+        specs = source.names().items()
+        return {name: torch.empty(s.shape, dtype=s.dtype, device="meta") for name, s in specs}, source.get
+    for name, value in source.items():
+        if not isinstance(value, Tensor) or value.is_meta:
+            kind = "a tensor without data (meta)" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+            raise ValueError(f"the weights hold {name!r}, which is {kind}; supported: a mapping of names to tensors")
+    return {name: tensor.to("meta") for name, tensor in source.items()}, source.__getitem__
 
 
-def _same_layout(specs: Mapping[str, TensorSpec], destinations: Mapping[str, Tensor]) -> bool:
-    return specs.keys() == destinations.keys() and all(
-        spec.shape == tuple(destinations[name].shape) for name, spec in specs.items()
-    )
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _plan(
-    specs: Mapping[str, TensorSpec], model: PreTrainedModel, destinations: Mapping[str, Tensor]
+    names: Iterable[str], model: PreTrainedModel, destinations: Mapping[str, Tensor]
 ) -> tuple[list[_Load], list[str]]:
     """What to load from which names, and the names without a place.
 
@@ -108,33 +116,29 @@ def _plan(
 
     loads: dict[str, _Load] = {}
     unexpected = []
-    for name in sorted(specs, key=dot_natural_key):
+    for name in sorted(names, key=dot_natural_key):
         target, pattern = rename(name, renamings, converters)
         if target not in destinations and name in destinations:
             target, pattern = rename(name, [], [])
         if target not in destinations:
             unexpected.append(name)
-        elif pattern is None:
-            if target in loads:
-                raise ValueError(f"both {loads[target].sources[0][0]!r} and {name!r} are the model's {target!r}")
-            loads[target] = _Load([target], sources=[(name, name)])
-        else:
-            converter = by_pattern[pattern]
-            first, *_ = converter.target_patterns
-            targets = [target.replace(first, other) for other in converter.target_patterns]
-            loads.setdefault(target, _Load(targets, converter)).sources.append((name, pattern))
+            continue
+        converter = by_pattern[pattern] if pattern else None
+        load = loads.setdefault(target, _Load(target, converter))
+        if load.sources and (converter is None or converter is not load.converter):
+            raise ValueError(f"both {load.sources[0][0]!r} and {name!r} are the model's {target!r}")
+        load.sources.append((name, pattern or name))
     return list(loads.values()), unexpected
 
 
-def _check_missing(loads: Iterable[_Load], model: PreTrainedModel, destinations: Mapping[str, Tensor]) -> None:
+def _check_missing(made: Collection[str], model: PreTrainedModel, destinations: Mapping[str, Tensor]) -> None:
     """A name may be missing if the model says so, or if a tied twin, which shares its memory, is loaded."""
-    planned = {target for load in loads for target in load.targets}
-    filled = {_memory(destinations[name]) for name in planned & destinations.keys()}
+    filled = {_memory(destination) for name, destination in destinations.items() if name in made}
     ignored = model._keys_to_ignore_on_load_missing or ()
     missing = [
         name
         for name, destination in destinations.items()
-        if name not in planned and _memory(destination) not in filled and not _matches(ignored, name)
+        if _memory(destination) not in filled and not _matches(ignored, name)
     ]
     if missing:
         raise ValueError(
@@ -143,19 +147,32 @@ def _check_missing(loads: Iterable[_Load], model: PreTrainedModel, destinations:
         )
 
 
-def _check_shapes(loads: Iterable[_Load], specs: Mapping[str, TensorSpec], destinations: Mapping[str, Tensor]) -> None:
-    for load in loads:
-        if load.converter is None:
-            (target,), ((name, _),) = load.targets, load.sources
-            _check_shape(target, specs[name].shape, destinations[target])
+def _check_shapes(made: Mapping[str, tuple[_Load, Tensor]], destinations: Mapping[str, Tensor]) -> None:
+    for target, (_, tensor) in made.items():
+        if tensor.shape != destinations[target].shape:
+            raise ValueError(
+                f"the weights hold {target!r} in shape {tuple(tensor.shape)}, but the model's config makes it "
+                f"{tuple(destinations[target].shape)}: weights and config.json belong to different models"
+            )
 
 
-def _check_shape(target: str, found: Iterable[int], destination: Tensor) -> None:
-    if tuple(found) != tuple(destination.shape):
-        raise ValueError(
-            f"the weights hold {target!r} in shape {tuple(found)}, but the model's config makes it "
-            f"{tuple(destination.shape)}: weights and config.json belong to different models"
-        )
+def _check_tied(
+    made: Mapping[str, tuple[_Load, Tensor]],
+    realize: Callable[[_Load], dict[str, Tensor]],
+    destinations: Mapping[str, Tensor],
+) -> set[str]:
+    """Compare the values of tied names where more than one is given; returns the names to copy, one of each tie."""
+    firsts: dict[tuple[int, torch.Size], str] = {}
+    for target, (load, _) in made.items():
+        first = firsts.setdefault(_memory(destinations[target]), target)
+        if first != target:
+            one, other = realize(made[first][0])[first], realize(load)[target]
+            if not torch.equal(one, other.to(one)):
+                raise ValueError(
+                    f"{first!r} and {target!r} are tied by the model's config but differ in the weights: set "
+                    "tie_word_embeddings to false in config.json"
+                )
+    return set(firsts.values())
 
 
 def _warn_unexpected(names: list[str], model: PreTrainedModel) -> None:
@@ -174,33 +191,16 @@ def _warn_unexpected(names: list[str], model: PreTrainedModel) -> None:
 def _realize(load: _Load, get: Callable[[str], Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
     """Read a load's sources, and convert them where a converter says so."""
     if load.converter is None:
-        return {load.targets[0]: get(load.sources[0][0])}
+        return {load.target: get(load.sources[0][0])}
     converter = deepcopy(load.converter)  # it collects tensors
     for name, pattern in load.sources:
-        converter.add_tensor(load.targets[0], name, pattern, partial(get, name))
+        converter.add_tensor(load.target, name, pattern, partial(get, name))
     try:
-        converted = converter.convert(load.targets[0], model=model, config=model.config)
-    except (RuntimeError, KeyError) as error:
+        converted = converter.convert(load.target, model=model, config=model.config)
+    except (RuntimeError, LookupError, ValueError) as error:
         names = _first_few([name for name, _ in load.sources])
-        raise ValueError(f"cannot make {', '.join(load.targets)} from {names}: {error}") from error
-    assert converted.keys() >= set(load.targets), f"conversion made {list(converted)}, not {load.targets}"
+        raise ValueError(f"cannot make {load.target} from {names}: {error}") from error
     return {target: value[0] if isinstance(value, list) else value for target, value in converted.items()}
-
-
-def _copy(
-    target: str, tensor: Tensor, destinations: Mapping[str, Tensor], written: dict[tuple[int, torch.Size], str]
-) -> None:
-    """Copy one tensor into place; the second of tied names must equal the first. `written` names what lies where."""
-    destination = destinations[target]
-    _check_shape(target, tensor.shape, destination)
-    twin = written.setdefault(_memory(destination), target)
-    if twin == target:
-        destination.copy_(tensor)
-    elif not torch.equal(destination, tensor.to(destination)):
-        raise ValueError(
-            f"{twin!r} and {target!r} are tied by the model's config but differ in the weights: set "
-            "tie_word_embeddings to false in config.json"
-        )
 
 
 def _memory(tensor: Tensor) -> tuple[int, torch.Size]:

@@ -1,6 +1,7 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,10 +150,23 @@ def test_neither_folder_nor_hub_id(model: str, tmp_path: Path, monkeypatch: pyte
         resolve(Path(model))
 
 
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        (None, "None, of type NoneType"),
+        (5, "5, of type int"),
+        (torch.nn.Linear(2, 3), r"Linear\(.*, of type Linear"),
+    ],
+)
+def test_what_names_no_checkpoint(model: Any, given: str) -> None:
+    with pytest.raises(ValueError, match=f"^{given}, names no checkpoint; supported: 'smollm2'.*PreTrainedModel"):
+        resolve(model)
+
+
 def test_hub_id_is_downloaded_without_other_layouts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def snapshot_download(repo_id: str, **options: object) -> str:
+    def snapshot_download(repo_id: str, **options: Any) -> str:
         calls.append((repo_id, options))
         return str(folder)
 

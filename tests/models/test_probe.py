@@ -263,6 +263,11 @@ def test_refused_before_there_are_weights(name: str) -> None:
     refuse(model, where, reason)
 
 
+@pytest.mark.parametrize("made", [transformers.LlamaModel, transformers.LlamaForSequenceClassification])
+def test_a_model_without_a_language_model_head_is_refused(made: type[PreTrainedModel]) -> None:
+    refuse(made(transformers.LlamaConfig(**SIZES)), "the whole model", "no language-model head")
+
+
 def llama_whose_attention(change: Callable[[dict[str, Any]], Any], *, layer: int = 1) -> PreTrainedModel:
     """A llama of which one layer calls the attention interface with arguments that `change` has altered."""
 

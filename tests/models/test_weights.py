@@ -1,5 +1,6 @@
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,11 +121,35 @@ def test_either_tied_name_is_enough(stored: str) -> None:
     assert_equal(destinations, model.state_dict())
 
 
-def test_tied_names_that_differ() -> None:
-    model = make(CONFIGS["llama_tied"])
+@pytest.mark.parametrize("family", ["llama_tied", "gpt2"])
+def test_tied_names_that_differ_are_found_before_any_copy(family: str) -> None:
+    model = make(CONFIGS[family])
     state = {**model.state_dict(), "lm_head.weight": torch.zeros(64, 16)}
-    with pytest.raises(ValueError, match=r"'lm_head\.weight' are tied by the model's config but differ"):
-        load_weights(state, model, blank_destinations(model), progress=False)
+    destinations = blank_destinations(model)
+    with pytest.raises(ValueError, match=r"'lm_head\.weight'.* are tied by the model's config but differ"):
+        load_weights(state, model, destinations, progress=False)
+    assert all(tensor.isnan().all() for tensor in destinations.values())
+
+
+def test_tied_names_that_agree_are_copied_once_in_any_dtype() -> None:
+    model = make(CONFIGS["gpt2"])
+    state = {**model.state_dict(), "lm_head.weight": model.lm_head.weight.double()}
+    destinations = blank_destinations(model, torch.bfloat16)
+    version = destinations["lm_head.weight"]._version
+    load_weights(state, model, destinations, progress=False)
+    assert destinations["lm_head.weight"]._version == version + 1
+    assert_equal(destinations, model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"), [([1.0], "of type list"), (None, "of type NoneType"), (torch.empty(16, device="meta"), "meta")]
+)
+def test_a_value_that_is_no_tensor(value: Any, reason: str) -> None:
+    model = make(CONFIGS["llama"])
+    destinations = blank_destinations(model)
+    with pytest.raises(ValueError, match=rf"'model\.norm\.weight', which is .*{reason}.*names to tensors"):
+        load_weights({**model.state_dict(), "model.norm.weight": value}, model, destinations, progress=False)
+    assert all(tensor.isnan().all() for tensor in destinations.values())
 
 
 def test_base_model_prefix_is_added(tmp_path: Path) -> None:
@@ -163,18 +188,41 @@ def test_one_name_given_twice() -> None:
 
 
 def expert(index: int, kind: str) -> str:
-    return f"model.layers.0.block_sparse_moe.experts.{index}.{kind}.weight"
+    return f"model.layers.1.block_sparse_moe.experts.{index}.{kind}.weight"
 
 
-def test_a_missing_expert(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("index", "kind", "value", "message"),
+    [
+        (3, "w2", None, r"down_proj' in shape \(10, 16, 24\), .* \(11, 16, 24\)"),
+        (3, "w2", torch.zeros(16, 23), r"cannot make model.layers.1.mlp.experts.down_proj from .*\.w2"),
+        (3, "w1", torch.zeros(23, 16), r"cannot make model.layers.1.mlp.experts.gate_up_proj from .*\.w1"),
+        (slice(None), "w1", torch.zeros(23, 16), r"gate_up_proj' in shape \(11, 47, 16\), .* \(11, 48, 16\)"),
+        (slice(None), "w1", torch.zeros(()), r"cannot make model.layers.1.mlp.experts.gate_up_proj from .*\.w1"),
+    ],
+)
+def test_experts_that_do_not_fit_are_found_before_any_copy(
+    index: int | slice, kind: str, value: Tensor | None, message: str, tmp_path: Path
+) -> None:
     model = make(CONFIGS["mixtral"])
     model.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
-    del state[expert(3, "w2")]
-    with pytest.raises(ValueError, match=r"down_proj' in shape \(10, 16, 24\), .* \(11, 16, 24\)"):
-        load_weights(state, model, blank_destinations(model), progress=False)
-    state[expert(3, "w2")] = torch.zeros(16, 23)
-    with pytest.raises(ValueError, match=r"cannot make model.layers.0.mlp.experts.down_proj from .*\.w2"):
+    for changed in [index] if isinstance(index, int) else range(11)[index]:
+        del state[expert(changed, kind)]
+        if value is not None:
+            state[expert(changed, kind)] = value
+    destinations = blank_destinations(model)
+    with pytest.raises(ValueError, match=message):
+        load_weights(state, model, destinations, progress=False)
+    assert all(tensor.isnan().all() for tensor in destinations.values())
+
+
+def test_experts_given_both_merged_and_apart(tmp_path: Path) -> None:
+    model = make(CONFIGS["mixtral"])
+    model.save_pretrained(tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj"
+    state = load_file(tmp_path / "model.safetensors") | {name: model.state_dict()[name]}
+    with pytest.raises(ValueError, match=rf"both '.*' and '{name}' are the model's '{name}'"):
         load_weights(state, model, blank_destinations(model), progress=False)
 
 
