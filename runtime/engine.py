@@ -76,7 +76,8 @@ class Engine:
             enable_chunked_prefill=self.config.enable_chunked_prefill,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
         )
-        self.executor = self._make_executor(num_blocks)
+        self._cache = self._make_cache(num_blocks)
+        self.executor = self._make_executor()
         self._arena = InputArena(self._loaded.device)
         self._streams: dict[str, _Stream] = {}
         self._undelivered: dict[str, RequestOutput] = {}
@@ -84,12 +85,16 @@ class Engine:
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
         self._closed = False
 
-    def _make_executor(self, num_blocks: int) -> Executor:
+    def _make_cache(self, num_blocks: int) -> KVCache:
         loaded = self._loaded
         copy = select("copy_blocks", loaded.device)
-        plan, module = loaded.adaptation.report.plan, loaded.adaptation.module
+        plan = loaded.adaptation.report.plan
         cache = KVCache(plan, num_blocks, self.config.block_size, loaded.dtype, loaded.device, copy)
         logger.info("kv cache: %d blocks of %d tokens, %.0f MiB", num_blocks, cache.block_size, cache.nbytes / 2**20)
+        return cache
+
+    def _make_executor(self) -> Executor:
+        loaded, module, cache = self._loaded, self._loaded.adaptation.module, self._cache
         if self.config.backend == "inductor":
             missing = compiler_missing(loaded.device)
             if missing is None:
@@ -301,7 +306,7 @@ class Engine:
         for request_id in list(self._streams):
             self.abort_request(request_id)
         self._closed = True
-        del self.executor, self._loaded, self._arena
+        del self.executor, self._cache, self._loaded, self._arena
 
     def __enter__(self) -> Engine:
         return self
@@ -347,6 +352,8 @@ class Engine:
         self._num_steps += 1
         try:
             inputs = fill(self._arena, schedule, self.scheduler.manager)
+            if schedule.copies:
+                self._cache.copy_blocks(schedule.copies)
             tokens = self.executor.run(inputs).tokens.tolist()
         except Exception:
             logger.exception("a step of %d tokens failed; its %d requests end", schedule.num_tokens, len(schedule.rows))

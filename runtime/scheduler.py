@@ -27,9 +27,13 @@ class ScheduledRow:
 
 @dataclass(slots=True)
 class Schedule:
-    """One step: rows to run, `num_tokens` in all; who was preempted for it; who ended because the pool is too small."""
+    """One step: rows to run, `num_tokens` in all; who was preempted for it; who ended because the pool is too small.
+
+    `copies` are (source, destination) block ids to copy before the forward.
+    """
 
     rows: list[ScheduledRow] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     num_tokens: int = 0
@@ -145,6 +149,7 @@ class Scheduler:
         self._schedule_running(schedule)
         if not schedule.preempted:
             self._schedule_waiting(schedule)
+        schedule.copies = self.manager.pending_copies
         return schedule
 
     def update(self, schedule: Schedule, tokens: Sequence[int]) -> list[Request]:
@@ -154,6 +159,7 @@ class Scheduler:
         Rows whose request ended since `schedule` are passed over. Returns the requests that got a token.
         """
         assert len(tokens) == sum(row.samples for row in schedule.rows)
+        self.manager.finish_copies()
         sampled = iter(tokens)
         advanced = []
         for row in schedule.rows:
@@ -175,6 +181,7 @@ class Scheduler:
 
         Returns the requests that it ended.
         """
+        self.manager.finish_copies()
         failed = [row.request for row in schedule.rows if row.request.status is RequestStatus.RUNNING]
         for request in failed:
             self.finish(request, "error")
@@ -226,16 +233,29 @@ class Scheduler:
             request = self._waiting[0]
             if self._end_if_outgrown(request, schedule):
                 continue
-            hits, num_hit_tokens = self.manager.get_computed_blocks(request)
-            num_tokens = self._admitted_tokens(request.num_tokens - num_hit_tokens, schedule)
-            # Blocks for the whole prompt, even if only a chunk of it runs now: two prompts that each fill most of the
-            # pool would otherwise both be admitted and preempt each other in the middle, over and over.
-            # One that does not fit stops admission, else smaller ones behind it could starve it.
-            if num_tokens == 0 or self.manager.allocate_slots(request, request.num_tokens, hits) is None:
+            num_hit_tokens = self._take_blocks(request, schedule)
+            if num_hit_tokens is None:  # stops admission, else smaller ones behind it could starve it
                 break
+            num_tokens = self._admitted_tokens(request.num_tokens - num_hit_tokens, schedule)
             self._waiting.popleft()
             self._admit(request, num_hit_tokens)
             schedule.add(request, num_tokens)
+
+    def _take_blocks(self, request: Request, schedule: Schedule) -> int | None:
+        """Allocate a waiting request's blocks; returns how many of its tokens the cache had, or None if it must wait.
+
+        Blocks for the whole prompt, even if only a chunk of it runs now: two prompts that each fill most of the pool
+        would otherwise both be admitted and preempt each other in the middle, over and over.
+        """
+        hits, num_hit_tokens = self.manager.get_computed_blocks(request)
+        inside = num_hit_tokens % self.manager.block_size
+        # A hit that ends inside a block needs one block more until it is copied; where that is missing, whole blocks.
+        for blocks, num_tokens in ((hits, num_hit_tokens), (hits[:-1], num_hit_tokens - inside))[: 2 if inside else 1]:
+            if not self._admitted_tokens(request.num_tokens - num_tokens, schedule):
+                return None
+            if self.manager.allocate_slots(request, request.num_tokens, blocks, num_tokens) is not None:
+                return num_tokens
+        return None
 
     def _admitted_tokens(self, remaining: int, schedule: Schedule) -> int:
         """How many of a waiting request's `remaining` tokens run now; 0 if it must wait."""

@@ -65,12 +65,19 @@ class Driver:
         size, table = self.manager.block_size, self.manager.block_ids(request.request_id)
         return [table[i // size] * size + i % size for i in range(start, end)]
 
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        size, before = self.manager.block_size, dict(self.memory)
+        for source, target in copies:
+            for offset in range(size):
+                self.memory[target * size + offset] = before.get(source * size + offset)
+
     def forward(self, schedule: Schedule) -> list[int]:
+        self.copy_blocks(schedule.copies)
         for row in schedule.rows:
             end = row.start + row.num_tokens
             for i, slot in enumerate(self.slots(row.request, row.start, end), row.start):
                 block = self.manager.pool.blocks[slot // self.manager.block_size]
-                assert (block.ref_cnt, block.block_hash) == (1, None), f"{row.request.request_id} writes to {block}"
+                assert self.manager._writable(block), f"{row.request.request_id} writes to {block}"
                 self.memory[slot] = content(row.request, i + 1)
         tokens = []
         for row in schedule.rows:
@@ -221,10 +228,10 @@ def test_only_what_is_not_cached_runs_and_counts() -> None:
     first = driver.add("a", tokens(48))
     driver.step()
     second = driver.add("b", tokens(48), max_tokens=1)
-    assert rows(driver.step()) == [("a", 48, 1, True), ("b", 32, 16, True)]
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
+    assert rows(driver.step()) == [("a", 48, 1, True), ("b", 47, 1, True)]
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 47)
     assert second.output_token_ids == first.output_token_ids[:1]
-    assert (driver.scheduler.prefix_cache_queries, driver.scheduler.prefix_cache_hits) == (96, 32)
+    assert (driver.scheduler.prefix_cache_queries, driver.scheduler.prefix_cache_hits) == (96, 47)
     salted = driver.add("c", tokens(48), salt="other")
     driver.step()
     assert salted.num_cached_tokens == 0
