@@ -177,7 +177,7 @@ def test_a_hit_inside_a_block_is_the_longest_run_with_the_same_past_and_salt() -
     for name, tail in (("a", [1, 2, 3, 4, 5, 6, 7, 8]), ("b", [1, 2, 3, 9, 9, 9, 9, 9]), ("c", [7] * 8)):
         admit(manager, make_request(name, common + tail))
     admit(manager, make_request("other past", [5] * 8 + [1, 2, 3, 4, 5, 6, 7, 8]))
-    admit(manager, make_request("other salt", common + [1, 2, 3, 4, 5, 9, 9, 9], salt="s"))
+    admit(manager, make_request("other salt", [*common, 1, 2, 3, 4, 5, 9, 9, 9], salt="s"))
 
     def hit(tail: list[int], salt: str | None = None) -> tuple[list[int], int]:
         hits, num_tokens = manager.get_computed_blocks(make_request("r", common + tail, salt))
