@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -37,9 +38,9 @@ class KVCache:
         """Bytes of all K and V tensors."""
         return sum(tensor.nbytes for tensor in (*self.k, *self.v))
 
-    def copy_blocks(self, src_dst: Tensor) -> None:
-        """Copy whole blocks in all layers; src_dst [N, 2] int64 block ids. Side effect: the destination blocks."""
-        self._copy([*self.k, *self.v], src_dst)
+    def copy_blocks(self, src_dst: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks in all layers, in one call; pairs of block ids. Side effect: the destination blocks."""
+        self._copy([*self.k, *self.v], torch.tensor(src_dst, dtype=torch.int64, device=self.k[0].device))
 
 
 def usable_memory(device: torch.device) -> int:

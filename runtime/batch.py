@@ -7,7 +7,7 @@ import numpy as np
 from graphs.inputs import InputArena, StepSizes
 from models.step_inputs import StepInputs
 from runtime.memory.kv_cache_manager import KVCacheManager
-from runtime.scheduler import Schedule, ScheduledRow
+from runtime.schedule import Schedule, ScheduledRow
 
 
 def fill(arena: InputArena, schedule: Schedule, manager: KVCacheManager) -> StepInputs:
@@ -24,7 +24,7 @@ def fill(arena: InputArena, schedule: Schedule, manager: KVCacheManager) -> Step
         tokens=schedule.num_tokens,
         sequences=len(rows),
         table_width=max(manager.num_blocks_for(row.start + row.num_tokens) for row in rows),
-        rows=max(1, len(sampled)),
+        rows=max(1, sum(row.num_draws for row in sampled)),
         masked=max(1, *(len(ids) for ids in masked), 1),
     )
     host = arena.carve(sizes)
@@ -54,22 +54,24 @@ def _fill_tokens(host: StepInputs, rows: list[ScheduledRow], manager: KVCacheMan
     host.slot_mapping.numpy()[0] = table[owner, block].astype(np.int64) * manager.block_size + offset
     query_start_loc = host.query_start_loc.numpy()
     query_start_loc[0], query_start_loc[1:] = 0, ends
-    samples = np.array([row.samples for row in rows])
-    host.logits_indices.numpy()[:] = ends[samples] - 1 if samples.any() else 0
+    draws = np.array([row.num_draws for row in rows])
+    host.logits_indices.numpy()[:] = np.repeat(ends - 1, draws) if draws.any() else 0
 
 
 def _fill_sampling(host: StepInputs, sampled: list[ScheduledRow], masked: list[tuple[int, ...]]) -> None:
-    """One row of parameters per sampled row; a greedy row that nobody reads if there is none."""
+    """One row of parameters per draw; a greedy one that nobody reads if there is none."""
     if not sampled:
         host.temperature.numpy()[:] = 0
     masked_ids = host.masked_ids.numpy()
     masked_ids[:] = -1
-    for index, (row, ids) in enumerate(zip(sampled, masked, strict=True)):
-        request, params = row.request, row.request.params
-        host.temperature.numpy()[index] = min(params.temperature, np.finfo(np.float32).max)
-        host.top_k.numpy()[index] = min(params.top_k, np.iinfo(np.int32).max)
-        host.top_p.numpy()[index] = params.top_p
-        host.min_p.numpy()[index] = params.min_p
-        host.noise_key.numpy()[index] = request.noise_key
-        host.noise_position.numpy()[index] = request.num_tokens
-        masked_ids[index, : len(ids)] = ids
+    start = 0
+    for row, ids in zip(sampled, masked, strict=True):
+        request, params, draws = row.request, row.request.params, slice(start, start + row.num_draws)
+        host.temperature.numpy()[draws] = min(params.temperature, np.finfo(np.float32).max)
+        host.top_k.numpy()[draws] = min(params.top_k, np.iinfo(np.int32).max)
+        host.top_p.numpy()[draws] = params.top_p
+        host.min_p.numpy()[draws] = params.min_p
+        host.noise_key.numpy()[draws] = request.draw_keys()
+        host.noise_position.numpy()[draws] = request.num_tokens
+        masked_ids[draws, : len(ids)] = ids
+        start = draws.stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -63,6 +64,15 @@ class IncrementalDetokenizer:
         self._num_shown = 0
         self._search_from = 0  # no match starts before
         self._matched: str | None = None
+
+    def fork(self, *, stop: tuple[str, ...], min_tokens: int) -> IncrementalDetokenizer:
+        """A detokenizer that goes on from the same state; no match of its stop strings begins before here."""
+        forked = copy.copy(self)
+        forked._window = list(self._window)
+        forked._stop, forked._min_tokens = stop, min_tokens
+        if stop != self._stop:
+            forked._search_from = forked._num_shown = len(self._decoded)
+        return forked
 
     @property
     def text(self) -> str:

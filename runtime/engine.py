@@ -7,7 +7,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,28 +25,20 @@ from models.checkpoint import resolve
 from models.report import RewriteReport
 from ops.providers import select
 from runtime.batch import fill
+from runtime.completions import Completions
 from runtime.config import EngineConfig
-from runtime.detokenizer import IncrementalDetokenizer
 from runtime.limits import batched_tokens, size_pool
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.metrics import EngineStats, PhaseSeconds
 from runtime.model_loader import LoadedModel, load
-from runtime.outputs import CompletionOutput, RequestOutput
+from runtime.outputs import RequestOutput
 from runtime.prompt import Prompt, as_batch, encode
 from runtime.request import Request
 from runtime.sampling import SamplingParams
-from runtime.scheduler import Schedule, ScheduledRow, Scheduler
+from runtime.schedule import Schedule, ScheduledRow
+from runtime.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class _Stream:
-    """The text side of a live request."""
-
-    request: Request
-    prompt: str | None
-    detokenizer: IncrementalDetokenizer | None
 
 
 class Engine:
@@ -76,20 +68,25 @@ class Engine:
             enable_chunked_prefill=self.config.enable_chunked_prefill,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
         )
-        self.executor = self._make_executor(num_blocks)
+        self._cache = self._make_cache(num_blocks)
+        self.executor = self._make_executor()
         self._arena = InputArena(self._loaded.device)
-        self._streams: dict[str, _Stream] = {}
+        self._completions: dict[str, Completions] = {}
         self._undelivered: dict[str, RequestOutput] = {}
         self._arrivals = itertools.count()
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
         self._closed = False
 
-    def _make_executor(self, num_blocks: int) -> Executor:
+    def _make_cache(self, num_blocks: int) -> KVCache:
         loaded = self._loaded
         copy = select("copy_blocks", loaded.device)
-        plan, module = loaded.adaptation.report.plan, loaded.adaptation.module
+        plan = loaded.adaptation.report.plan
         cache = KVCache(plan, num_blocks, self.config.block_size, loaded.dtype, loaded.device, copy)
         logger.info("kv cache: %d blocks of %d tokens, %.0f MiB", num_blocks, cache.block_size, cache.nbytes / 2**20)
+        return cache
+
+    def _make_executor(self) -> Executor:
+        loaded, module, cache = self._loaded, self._loaded.adaptation.module, self._cache
         if self.config.backend == "inductor":
             missing = compiler_missing(loaded.device)
             if missing is None:
@@ -159,18 +156,36 @@ class Engine:
             cache_salt=cache_salt,
             default_seed=self.config.seed,
         )
-        if request.request_id in self._undelivered:
-            raise ValueError(f"request id {request.request_id!r} has output that step() has not returned yet")
-        tokenizer = self._model.tokenizer
-        detokenizer = None
-        if tokenizer is not None:  # made before the request is queued, since it decodes the prompt, which may raise
-            detokenizer = IncrementalDetokenizer(
-                tokenizer, token_ids, stop=tuple(params.stop), min_tokens=params.min_tokens
-            )
+        self._check_new_id(request.request_id)
+        completions = Completions(request, prompt if isinstance(prompt, str) else None, self._model.tokenizer)
         self.scheduler.add(request)
-        text = prompt if isinstance(prompt, str) else None
-        self._streams[request.request_id] = _Stream(request, text, detokenizer)
+        self._completions[request.request_id] = completions
         return request.request_id
+
+    def fork(self, request_id: str, params: SamplingParams | None = None, *, new_id: str | None = None) -> str:
+        """Let a live request go on twice from here, and return the new one's id. Nothing of it is computed again.
+
+        The fork has the same tokens so far and shares their blocks; it draws noise of its own, so it diverges when it
+        samples. It has one completion. params: its own from here on (None: the same); `max_tokens` counts the tokens
+        that are there already. Of a request for n completions it is the first that goes on twice.
+        Raises ValueError for an unknown or ended request, and for parameters that would end the fork at once.
+        """
+        self._check_open()
+        completions = self._completions.get(request_id)
+        if completions is None or completions.root.is_finished:
+            raise ValueError(f"request {request_id!r} is unknown or has ended: only a live request can be forked")
+        params = replace(params or completions.root.params, n=1)
+        if params.max_tokens <= completions.root.num_output_tokens:
+            raise ValueError(
+                f"request {request_id!r} has {completions.root.num_output_tokens} tokens already, so max_tokens="
+                f"{params.max_tokens} leaves none for its fork: raise max_tokens"
+            )
+        new_id = new_id if new_id is not None else self._new_id(next(self._arrivals))
+        self._check_new_id(new_id)
+        child = completions.root.fork(new_id, params=params)
+        self._completions[new_id] = completions.fork(child)
+        self.scheduler.fork(completions.root, child)
+        return new_id
 
     def step(self) -> list[RequestOutput]:
         """Run one step of the schedule and return the cumulative outputs of the requests that advanced or ended."""
@@ -184,9 +199,13 @@ class Engine:
         return self.scheduler.has_unfinished() or bool(self._undelivered)
 
     def abort_request(self, request_id: str) -> None:
-        """End a request and free its blocks; nothing more is returned of it. Unknown ids are no error."""
-        self.scheduler.abort(request_id)
-        self._streams.pop(request_id, None)
+        """End a request, its children too, and free its blocks; nothing more is returned of it.
+
+        Unknown ids are no error.
+        """
+        completions = self._completions.pop(request_id, None)
+        for member in completions.members if completions is not None else ():
+            self.scheduler.abort(member.request_id)
         self._undelivered.pop(request_id, None)
 
     def generate(
@@ -233,13 +252,15 @@ class Engine:
         self._check_open()
         if self._model.tokenizer is None:
             raise ValueError("streaming text needs a tokenizer: give runtime.compile(..., tokenizer=...)")
+        if params is not None and params.n > 1:
+            raise ValueError(f"n={params.n}: stream yields the text of one completion; use add_request and step")
         request_id, shown = self.add_request(prompt, params), 0
-        request, detokenizer = self._streams[request_id].request, self._streams[request_id].detokenizer
-        assert detokenizer is not None
+        completions = self._completions[request_id]
+        request = completions.root
         try:
             while True:
                 # Only between whole steps: the iterator may be dropped, or `step` be called, while a piece is out.
-                if delta := detokenizer.text[shown:]:
+                if delta := completions.text(request)[shown:]:
                     shown += len(delta)
                     yield delta
                 elif request.is_finished:
@@ -274,8 +295,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Check block tables, reference counts, free list and prefix cache; AssertionError prints what disagrees."""
         self.scheduler.manager.check_integrity()
-        for request_id, stream in self._streams.items():
-            assert self.scheduler.get(request_id) is stream.request, f"{request_id!r} has text but is not scheduled"
+        live = [member for completions in self._completions.values() for member in completions.members]
+        for member in live:
+            scheduled = self.scheduler.get(member.request_id) is member
+            assert scheduled is not member.is_finished, f"{member.request_id!r}: scheduled {scheduled}"
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing changed, while any block is in use."""
@@ -298,10 +321,10 @@ class Engine:
         """Abort everything and let go of the caches and weights. A closed engine only raises."""
         if self._closed:
             return
-        for request_id in list(self._streams):
+        for request_id in list(self._completions):
             self.abort_request(request_id)
         self._closed = True
-        del self.executor, self._loaded, self._arena
+        del self.executor, self._cache, self._loaded, self._arena
 
     def __enter__(self) -> Engine:
         return self
@@ -319,9 +342,15 @@ class Engine:
     def _new_id(self, arrival: int) -> str:
         """An id of ours for a request: its number, and more if the user has given that very id to another one."""
         request_id = f"request-{arrival}"
-        while self.scheduler.get(request_id) is not None or request_id in self._undelivered:
+        while request_id in self._completions or request_id in self._undelivered:
             request_id += "'"
         return request_id
+
+    def _check_new_id(self, request_id: str) -> None:
+        if request_id in self._completions:
+            raise ValueError(f"request {request_id!r} is still alive: give a new id, or wait until it ends or abort it")
+        if request_id in self._undelivered:
+            raise ValueError(f"request id {request_id!r} has output that step() has not returned yet")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -334,7 +363,7 @@ class Engine:
         advanced = list(schedule.finished)
         if schedule.rows:
             advanced += self._run(schedule)
-        outputs = [self._output(request) for request in advanced]
+        outputs = [self._output(root_id) for root_id in dict.fromkeys(request.root.request_id for request in advanced)]
         seconds = time.perf_counter() - start
         if any(map(_in_prompt, schedule.rows)):
             self.seconds.prefill += seconds
@@ -347,52 +376,28 @@ class Engine:
         self._num_steps += 1
         try:
             inputs = fill(self._arena, schedule, self.scheduler.manager)
+            if schedule.copies:
+                self._cache.copy_blocks(schedule.copies)
             tokens = self.executor.run(inputs).tokens.tolist()
         except Exception:
             logger.exception("a step of %d tokens failed; its %d requests end", schedule.num_tokens, len(schedule.rows))
             return self.scheduler.fail(schedule)
-        num_sampled = sum(row.samples for row in schedule.rows)
-        advanced = self.scheduler.update(schedule, tokens[:num_sampled])
+        num_draws = sum(row.num_draws for row in schedule.rows)
+        advanced = self.scheduler.update(schedule, tokens[:num_draws])
         self._num_output_tokens += len(advanced)
         self._num_prompt_tokens += sum(row.num_tokens for row in schedule.rows if _in_prompt(row))
         for request in advanced:
-            self._take_text(request)
+            stop = self._completions[request.root.request_id].take(request)
+            if stop is not None:
+                self.scheduler.finish(request, "stop", stop)
         return advanced
 
-    def _take_text(self, request: Request) -> None:
-        """Decode a request's newest token, and end the request if a stop string is complete."""
-        detokenizer = self._streams[request.request_id].detokenizer
-        if detokenizer is None:
-            return
-        ended_by_token = request.finish_reason == "stop"
-        stop = None if ended_by_token else detokenizer.append(request.token_ids[-1])
-        if stop is None and request.is_finished:
-            stop = detokenizer.finish()
-        if stop is not None:
-            self.scheduler.finish(request, "stop", stop)
-
-    def _output(self, request: Request) -> RequestOutput:
+    def _output(self, request_id: str) -> RequestOutput:
         """Make the cumulative output of a request; forget its text side if it has ended."""
-        stream = self._streams[request.request_id]
-        if request.is_finished:
-            del self._streams[request.request_id]
-            if stream.detokenizer is not None:
-                stream.detokenizer.finish()
-        completion = CompletionOutput(
-            index=0,
-            token_ids=request.output_token_ids,
-            text=stream.detokenizer.text if stream.detokenizer is not None else "",
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-        )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=stream.prompt,
-            prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
-            outputs=[completion],
-            finished=request.is_finished,
-            num_cached_tokens=request.num_cached_tokens,
-        )
+        output = self._completions[request_id].output()
+        if output.finished:
+            del self._completions[request_id]
+        return output
 
 
 def _in_prompt(row: ScheduledRow) -> bool:

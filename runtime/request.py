@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Literal
@@ -27,6 +29,9 @@ class Request:
     `token_ids` is the prompt followed by the output. The first `num_computed_tokens` of them have their keys and values
     in the cache (or in a forward that was launched); `num_cached_tokens` of the prompt were found there at the first
     admission. `arrival` orders requests. Raises ValueError for an empty prompt.
+
+    One that asks for n completions is one request until its prompt has run; then `children` are forked off, one for
+    each further completion. `root` is the request that the user added: itself, but for children.
     """
 
     def __init__(
@@ -44,7 +49,6 @@ class Request:
         if not prompt_token_ids:
             raise ValueError(f"the prompt of request {request_id!r} is empty: at least one token is needed")
         self.request_id = request_id
-        self.params = params
         self.arrival = arrival
         self.max_model_len = max_model_len
         self.token_ids = list(prompt_token_ids)
@@ -57,12 +61,47 @@ class Request:
         self.stop_reason: int | str | None = None
         self.extra_keys: ExtraKeys = () if cache_salt is None else (("salt", cache_salt),)
         self.block_hashes: list[bytes] = []
-        digest = hash_block(None, self.token_ids)
-        if params.seed is None:
-            self.noise_key = noise_key(default_seed, digest, arrival=arrival)
-        else:
-            self.noise_key = noise_key(params.seed, digest)
-        self._ending_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.root = self
+        self.children: list[Request] = []
+        self._eos_token_ids = eos_token_ids
+        self._digest = hash_block(None, self.token_ids)
+        # Shared by all forks: no two of a family get the same index, so no two draw the same noise.
+        self._fork_indices = itertools.count(params.n)
+        self._noise_seed = (default_seed, arrival) if params.seed is None else (params.seed, None)
+        self._become(0, params)
+
+    @property
+    def num_draws(self) -> int:
+        """How many tokens the next row that samples draws: n at the end of the prompt, else 1."""
+        undivided = self.child_index == 0 and not self.children and self.num_output_tokens == 0
+        return self.params.n if undivided else 1
+
+    def draw_keys(self) -> list[int]:
+        """The noise keys of the next draws: its own and, at the end of the prompt, those of the children to come."""
+        return [self.noise_key, *(self._noise_key(index) for index in range(1, self.num_draws))]
+
+    def fork(self, request_id: str, child_index: int | None = None, params: SamplingParams | None = None) -> Request:
+        """A request with the same tokens and computed state, for one further completion; holds no blocks yet.
+
+        child_index: of a child of n; None makes a request of its own with the next free index, so that it diverges.
+        """
+        child = copy.copy(self)
+        child.request_id = request_id
+        child.token_ids, child.block_hashes, child.children = list(self.token_ids), list(self.block_hashes), []
+        if child_index is None:
+            child.root = child
+        child._become(next(self._fork_indices) if child_index is None else child_index, params or self.params)
+        return child
+
+    def _become(self, child_index: int, params: SamplingParams) -> None:
+        self.child_index, self.params = child_index, params
+        self.noise_key = self._noise_key(child_index)
+        eos = frozenset() if params.ignore_eos else self._eos_token_ids
+        self._ending_ids = eos | frozenset(params.stop_token_ids)
+
+    def _noise_key(self, child_index: int) -> int:
+        seed, arrival = self._noise_seed
+        return noise_key(seed, self._digest, child_index, arrival)
 
     @property
     def num_tokens(self) -> int:

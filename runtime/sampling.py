@@ -40,6 +40,8 @@ class SamplingParams:
     """Go on after the model's end-of-sequence tokens."""
     min_tokens: int = 0
     """No end-of-sequence, stop token or stop text takes effect before this many tokens; at most max_tokens."""
+    n: int = 1
+    """Number of completions, drawn from one prefill of the prompt."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Reject unknown keywords before the generated `__init__` would, with the nearest valid name."""
@@ -50,6 +52,7 @@ class SamplingParams:
         top_k = _integer("top_k", self.top_k, -1, "-1 or 0 turns it off")
         normalised = {
             "max_tokens": _integer("max_tokens", self.max_tokens, 1),
+            "n": _integer("n", self.n, 1),
             "temperature": _number("temperature", self.temperature, "0 (greedy) or above", 0.0),
             "top_p": _number("top_p", self.top_p, "in (0, 1]; 1 turns it off", math.nextafter(0.0, 1.0), 1.0),
             "top_k": max(top_k, 0),

@@ -6,44 +6,15 @@ chunk or the one token sampled last. `schedule` and `update` are the only two tr
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+from runtime.admission import check_admissible
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.request import FinishReason, Request, RequestStatus
-
-
-@dataclass(slots=True)
-class ScheduledRow:
-    """Tokens [start, start + num_tokens) of a request; `samples` if they reach its last one."""
-
-    request: Request
-    start: int
-    num_tokens: int
-    samples: bool
-
-
-@dataclass(slots=True)
-class Schedule:
-    """One step: rows to run, `num_tokens` in all; who was preempted for it; who ended because the pool is too small."""
-
-    rows: list[ScheduledRow] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    finished: list[Request] = field(default_factory=list)
-    num_tokens: int = 0
-
-    def add(self, request: Request, num_tokens: int) -> None:
-        """Append a row of the next `num_tokens` tokens of `request`."""
-        start = request.num_computed_tokens
-        self.rows.append(ScheduledRow(request, start, num_tokens, start + num_tokens == request.num_tokens))
-        self.num_tokens += num_tokens
-
-    def drop(self, request: Request) -> None:
-        """Take the row of `request` out again, if it has one, and give its tokens back."""
-        self.rows = [row for row in self.rows if row.request is not request]
-        self.num_tokens = sum(row.num_tokens for row in self.rows)
+from runtime.schedule import Schedule
 
 
 class Scheduler:
@@ -113,28 +84,33 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises ValueError, and queues nothing, for one that could never run."""
-        length, needed = request.num_prompt_tokens, self.manager.num_blocks_for(request.num_prompt_tokens + 1)
-        name = f"request {request.request_id!r}"
         if request.request_id in self._requests:
-            raise ValueError(f"{name} is still alive: give a new id, or wait until it ends or abort it")
-        if length >= self.max_model_len:
             raise ValueError(
-                f"{name}: a prompt of {length} tokens leaves no room for output within max_model_len="
-                f"{self.max_model_len}: at most {self.max_model_len - 1} are supported; raise max_model_len"
+                f"request {request.request_id!r} is still alive: give a new id, or wait until it ends or abort it"
             )
-        if needed > self.manager.num_usable_blocks:
-            raise ValueError(
-                f"{name} can never fit: a prompt of {length} tokens and one more take {needed} blocks of "
-                f"{self.manager.block_size}, the pool offers {self.manager.num_usable_blocks}: raise num_blocks to at "
-                f"least {needed + 1} or give the KV cache more memory"
-            )
-        if not self.enable_chunked_prefill and length > self.max_num_batched_tokens:
-            raise ValueError(
-                f"{name}: a prompt of {length} tokens exceeds max_num_batched_tokens={self.max_num_batched_tokens} and "
-                "chunked prefill is off: raise max_num_batched_tokens or set enable_chunked_prefill=True"
-            )
+        check_admissible(
+            request,
+            self.manager,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+        )
         self._requests[request.request_id] = request
         self._waiting.append(request)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Take in `child`, a fork of the live request `parent`: it shares the blocks of a parent that runs.
+
+        Where the parent does not run, or as many requests run as may, the child waits instead.
+        """
+        assert child.request_id not in self._requests
+        self._requests[child.request_id] = child
+        if parent.status is RequestStatus.RUNNING and self._num_slots() < self.max_num_seqs:
+            self._run_fork(parent, child)
+        else:
+            child.status, child.num_computed_tokens = RequestStatus.WAITING, 0
+            self._waiting.append(child)
 
     def schedule(self) -> Schedule:
         """Choose the next step's rows and take their blocks: running requests first, then waiting ones.
@@ -145,29 +121,33 @@ class Scheduler:
         self._schedule_running(schedule)
         if not schedule.preempted:
             self._schedule_waiting(schedule)
+        schedule.copies = self.manager.pending_copies
         return schedule
 
     def update(self, schedule: Schedule, tokens: Sequence[int]) -> list[Request]:
-        """Take the tokens of a launched step: one for each row that samples, in row order.
+        """Take the tokens of a launched step: `num_draws` for each row, in row order.
 
-        Publishes the blocks that became full, appends the tokens, and ends requests, whose blocks return to the pool.
-        Rows whose request ended since `schedule` are passed over. Returns the requests that got a token.
+        Publishes the blocks that became full, forks the children of requests for n completions, appends the tokens, and
+        ends requests, whose blocks return to the pool. Rows whose request ended since `schedule` are passed over.
+        Returns the requests that got a token.
         """
-        assert len(tokens) == sum(row.samples for row in schedule.rows)
+        assert len(tokens) == sum(row.num_draws for row in schedule.rows)
+        self.manager.finish_copies()
         sampled = iter(tokens)
         advanced = []
         for row in schedule.rows:
-            token = next(sampled) if row.samples else None
+            drawn = list(itertools.islice(sampled, row.num_draws))
             request = row.request
             if request.status is not RequestStatus.RUNNING:
                 continue
             request.num_computed_tokens = row.start + row.num_tokens
             self.manager.publish(request, request.num_computed_tokens)
-            if token is not None:
-                request.append_token(token)
-                advanced.append(request)
-                if request.is_finished:
-                    self._release(request)
+            family = [request, *self._divide(request)] if row.num_draws > 1 else [request]
+            for member, token in zip(family, drawn, strict=False):
+                member.append_token(token)
+                advanced.append(member)
+                if member.is_finished:
+                    self._release(member)
         return advanced
 
     def fail(self, schedule: Schedule) -> list[Request]:
@@ -175,6 +155,7 @@ class Scheduler:
 
         Returns the requests that it ended.
         """
+        self.manager.finish_copies()
         failed = [row.request for row in schedule.rows if row.request.status is RequestStatus.RUNNING]
         for request in failed:
             self.finish(request, "error")
@@ -195,6 +176,27 @@ class Scheduler:
         """Preempt every running request, so that the whole cache may be dropped; they keep their order."""
         for request in reversed(list(self._running.values())):
             self._preempt(request)
+
+    def _divide(self, request: Request) -> list[Request]:
+        """Fork off the children of a request for n completions, all before any token is appended."""
+        for index in range(1, request.params.n):
+            child_id = f"{request.request_id}#{index}"
+            while child_id in self._requests:  # a user's own id may look like that
+                child_id += "'"
+            child = request.fork(child_id, index)
+            self._requests[child_id] = child
+            self._run_fork(request, child)
+            request.children.append(child)
+        return request.children
+
+    def _run_fork(self, parent: Request, child: Request) -> None:
+        self.manager.fork(parent, child)
+        child.status = RequestStatus.RUNNING
+        self._running[child.request_id] = child
+
+    def _num_slots(self) -> int:
+        """Running requests, those counted that they will divide into."""
+        return sum(request.num_draws for request in self._running.values())
 
     def _schedule_running(self, schedule: Schedule) -> None:
         for request in list(self._running.values()):
@@ -222,20 +224,35 @@ class Scheduler:
         return True
 
     def _schedule_waiting(self, schedule: Schedule) -> None:
-        while self._waiting and len(self._running) < self.max_num_seqs:
+        slots = self._num_slots()
+        while self._waiting and slots + self._waiting[0].num_draws <= self.max_num_seqs:
             request = self._waiting[0]
             if self._end_if_outgrown(request, schedule):
                 continue
-            hits, num_hit_tokens = self.manager.get_computed_blocks(request)
-            num_tokens = self._admitted_tokens(request.num_tokens - num_hit_tokens, schedule)
-            # Blocks for the whole prompt, even if only a chunk of it runs now: two prompts that each fill most of the
-            # pool would otherwise both be admitted and preempt each other in the middle, over and over.
-            # One that does not fit stops admission, else smaller ones behind it could starve it.
-            if num_tokens == 0 or self.manager.allocate_slots(request, request.num_tokens, hits) is None:
+            num_hit_tokens = self._take_blocks(request, schedule)
+            if num_hit_tokens is None:  # stops admission, else smaller ones behind it could starve it
                 break
+            num_tokens = self._admitted_tokens(request.num_tokens - num_hit_tokens, schedule)
             self._waiting.popleft()
             self._admit(request, num_hit_tokens)
+            slots += request.num_draws
             schedule.add(request, num_tokens)
+
+    def _take_blocks(self, request: Request, schedule: Schedule) -> int | None:
+        """Allocate a waiting request's blocks; returns how many of its tokens the cache had, or None if it must wait.
+
+        Blocks for the whole prompt, even if only a chunk of it runs now: two prompts that each fill most of the pool
+        would otherwise both be admitted and preempt each other in the middle, over and over.
+        """
+        hits, num_hit_tokens = self.manager.get_computed_blocks(request)
+        inside = num_hit_tokens % self.manager.block_size
+        # A hit that ends inside a block needs one block more until it is copied; where that is missing, whole blocks.
+        for blocks, num_tokens in ((hits, num_hit_tokens), (hits[:-1], num_hit_tokens - inside))[: 2 if inside else 1]:
+            if not self._admitted_tokens(request.num_tokens - num_tokens, schedule):
+                return None
+            if self.manager.allocate_slots(request, request.num_tokens, blocks, num_tokens) is not None:
+                return num_tokens
+        return None
 
     def _admitted_tokens(self, remaining: int, schedule: Schedule) -> int:
         """How many of a waiting request's `remaining` tokens run now; 0 if it must wait."""

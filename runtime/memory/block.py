@@ -5,21 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from runtime.memory.hashing import BlockContent
+
 
 @dataclass(slots=True, eq=False)
 class KVCacheBlock:
     """One physical block: room for `block_size` tokens' keys and values in every layer.
 
-    `ref_cnt` is the number of block tables that hold it. `block_hash` is set while the block is published in the prefix
-    cache, free or not. The links belong to `FreeKVCacheBlockQueue`; both are None while the block is in use.
+    `ref_cnt` is the number of block tables that hold it, and of copies that are still to read it. `content` is set
+    while the block is published in the prefix cache, free or not. The links belong to `FreeKVCacheBlockQueue`; both are
+    None while the block is in use.
     """
 
     block_id: int
     ref_cnt: int = 0
-    block_hash: bytes | None = None
+    content: BlockContent | None = None
     is_null: bool = False
     prev_free: KVCacheBlock | None = field(default=None, repr=False)
     next_free: KVCacheBlock | None = field(default=None, repr=False)
+
+    @property
+    def block_hash(self) -> bytes | None:
+        """The hash under which the block is published, or None."""
+        return None if self.content is None else self.content.block_hash
 
 
 class FreeKVCacheBlockQueue:

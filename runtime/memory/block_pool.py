@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TypeVar
 
 from runtime.memory.block import FreeKVCacheBlockQueue, KVCacheBlock
+from runtime.memory.hashing import BlockContent, ExtraKeys
+
+Key = TypeVar("Key", bound=Hashable)
+ChildKey = tuple[bytes | None, ExtraKeys, int]
+_MAX_CANDIDATES = 32
 
 
 class BlockPool:
@@ -29,6 +36,8 @@ class BlockPool:
         # Two requests may fill equal blocks at the same time. Tables are append-only, so both stay, and while one of
         # them lives the prefix must stay findable: hence a set of blocks for each hash, in the order of publication.
         self._cached: dict[bytes, dict[int, KVCacheBlock]] = {}
+        # The same blocks by what comes before them and by their first token: for prompts that end inside a block.
+        self._children: dict[ChildKey, dict[int, KVCacheBlock]] = {}
 
     @property
     def num_usable_blocks(self) -> int:
@@ -84,19 +93,39 @@ class BlockPool:
         self.free_queue.prepend_n(plain)
         self.free_queue.append_n(hashed)
 
-    def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], block_hashes: Sequence[bytes]) -> None:
-        """Publish full blocks under their hashes, pairwise. Nothing may write to them afterwards."""
+    def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], contents: Sequence[BlockContent]) -> None:
+        """Publish full blocks with what they hold, pairwise. Nothing may write to them afterwards."""
         assert self.enable_caching
-        for block, block_hash in zip(blocks, block_hashes, strict=True):
+        for block, content in zip(blocks, contents, strict=True):
             assert not block.is_null
-            assert block.block_hash is None, f"{block} is already published"
-            block.block_hash = block_hash
-            self._cached.setdefault(block_hash, {})[block.block_id] = block
+            assert block.content is None, f"{block} is already published"
+            block.content = content
+            self._cached.setdefault(content.block_hash, {})[block.block_id] = block
+            self._children.setdefault(_child_key(content), {})[block.block_id] = block
 
     def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
         """The earliest published block with this hash, in use or free; None if there is none. Changes nothing."""
         candidates = self._cached.get(block_hash)
         return next(iter(candidates.values())) if candidates else None
+
+    def longest_run(
+        self, parent: bytes | None, extra_keys: ExtraKeys, token_ids: Sequence[int]
+    ) -> tuple[KVCacheBlock | None, int]:
+        """The published block after `parent` that begins with most of `token_ids`, and how many; (None, 0) if none.
+
+        Looks at the 32 blocks that were published last among those with the same first token. Changes nothing.
+        """
+        best: tuple[KVCacheBlock | None, int] = (None, 0)
+        candidates = self._children.get((parent, extra_keys, token_ids[0]), {}) if token_ids else {}
+        for block in islice(reversed(candidates.values()), _MAX_CANDIDATES):
+            assert block.content is not None
+            pairs = zip(block.content.token_ids, token_ids, strict=False)
+            run = next(
+                (i for i, (a, b) in enumerate(pairs) if a != b), min(len(block.content.token_ids), len(token_ids))
+            )
+            if run > best[1]:
+                best = (block, run)
+        return best
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix. Refused, with False and no change, while any block is in use."""
@@ -104,12 +133,13 @@ class BlockPool:
             return False
         for candidates in self._cached.values():
             for block in candidates.values():
-                block.block_hash = None
+                block.content = None
         self._cached.clear()
+        self._children.clear()
         return True
 
     def check_integrity(self, references: Mapping[int, int]) -> None:
-        """Compare all counts with `references`: block id -> number of table entries that name it.
+        """Compare all counts with `references`: block id -> number of table entries and holds that name it.
 
         Raises AssertionError with one line of arithmetic for each disagreement. O(num_blocks); changes nothing.
         """
@@ -118,12 +148,10 @@ class BlockPool:
             raise AssertionError("KV-cache block pool is inconsistent:\n  " + "\n  ".join(problems))
 
     def _evict(self, block: KVCacheBlock) -> None:
-        assert block.block_hash is not None
-        candidates = self._cached[block.block_hash]
-        del candidates[block.block_id]
-        if not candidates:
-            del self._cached[block.block_hash]
-        block.block_hash = None
+        assert block.content is not None
+        _discard(self._cached, block.content.block_hash, block)
+        _discard(self._children, _child_key(block.content), block)
+        block.content = None
 
     def _count_problems(self, references: Mapping[int, int]) -> Iterator[str]:
         walked = [block.block_id for block in self.free_queue.get_all_free_blocks()]
@@ -138,7 +166,7 @@ class BlockPool:
         for block in self.blocks[1:]:
             held = references.get(block.block_id, 0)
             if held != block.ref_cnt:
-                yield f"block {block.block_id}: {held} table references != ref_cnt {block.ref_cnt}"
+                yield f"block {block.block_id}: {held} table references and holds != ref_cnt {block.ref_cnt}"
             if (block.block_id in free) != (block.ref_cnt == 0):
                 yield f"block {block.block_id}: ref_cnt {block.ref_cnt} but free={block.block_id in free}"
 
@@ -150,5 +178,17 @@ class BlockPool:
                 if block is not self.blocks[block_id] or block.block_hash != block_hash:
                     yield f"map entry {block_hash.hex()[:12]} -> {block_id} points at {block}"
         hashed = sum(block.block_hash is not None for block in self.blocks)
-        if entries != hashed:
-            yield f"{entries} map entries != {hashed} blocks that bear a hash"
+        children = sum(len(candidates) for candidates in self._children.values())
+        if not entries == children == hashed:
+            yield f"{entries} map entries, {children} children, {hashed} blocks that bear a hash: must be equal"
+
+
+def _child_key(content: BlockContent) -> ChildKey:
+    return content.parent, content.extra_keys, content.token_ids[0]
+
+
+def _discard(index: dict[Key, dict[int, KVCacheBlock]], key: Key, block: KVCacheBlock) -> None:
+    """Take a block out of an index, and its entry with the last one."""
+    del index[key][block.block_id]
+    if not index[key]:
+        del index[key]

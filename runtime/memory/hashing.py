@@ -9,9 +9,19 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 ExtraKeys = tuple[tuple[str, str], ...]
 """What else a prefix depends on, as (kind, value) pairs such as ("salt", "tenant-7")."""
+
+
+class BlockContent(NamedTuple):
+    """What a published block holds: its tokens, after the prefix whose last block hashes to `parent`."""
+
+    block_hash: bytes
+    parent: bytes | None
+    token_ids: tuple[int, ...]
+    extra_keys: ExtraKeys
 
 
 def hash_block(parent: bytes | None, token_ids: Sequence[int], extra_keys: ExtraKeys = ()) -> bytes:

@@ -60,7 +60,7 @@ def test_copy_blocks_copies_whole_blocks_in_every_tensor() -> None:
     cache = make(num_blocks=6)
     for index, tensor in enumerate((*cache.k, *cache.v)):
         tensor.copy_(torch.arange(6)[:, None, None, None].expand_as(tensor) + 10 * index)
-    cache.copy_blocks(torch.tensor([[1, 4], [2, 5], [1, 3]]))
+    cache.copy_blocks([(1, 4), (2, 5), (1, 3)])
     for index, tensor in enumerate((*cache.k, *cache.v)):
         for block, held in enumerate([0, 1, 2, 1, 1, 2]):
             assert (tensor[block] == held + 10 * index).all()

@@ -6,6 +6,7 @@ import pytest
 
 from runtime.memory.block import FreeKVCacheBlockQueue, KVCacheBlock
 from runtime.memory.block_pool import BlockPool
+from runtime.memory.hashing import BlockContent
 
 
 def ids(blocks: list[KVCacheBlock]) -> list[int]:
@@ -14,6 +15,11 @@ def ids(blocks: list[KVCacheBlock]) -> list[int]:
 
 def free_ids(pool: BlockPool) -> list[int]:
     return ids(pool.free_queue.get_all_free_blocks())
+
+
+def contents(*hashes: bytes) -> list[BlockContent]:
+    """Contents that differ in their hashes."""
+    return [BlockContent(block_hash, None, (1, 2), ()) for block_hash in hashes]
 
 
 def queue_of(n: int) -> tuple[FreeKVCacheBlockQueue, list[KVCacheBlock]]:
@@ -107,7 +113,7 @@ def test_usage_is_the_share_of_usable_blocks() -> None:
 def test_unhashed_blocks_are_reused_first_and_hashed_ones_last() -> None:
     pool = BlockPool(7)
     blocks = pool.get_new_blocks(4)
-    pool.cache_full_blocks(blocks[:2], [b"a", b"b"])
+    pool.cache_full_blocks(blocks[:2], contents(b"a", b"b"))
     pool.free_blocks(reversed(blocks))
     assert free_ids(pool) == [4, 3, 5, 6, 2, 1]
 
@@ -115,7 +121,7 @@ def test_unhashed_blocks_are_reused_first_and_hashed_ones_last() -> None:
 def test_touch_takes_a_free_block_out_of_the_queue_and_keeps_its_hash() -> None:
     pool = BlockPool(4)
     (block,) = pool.get_new_blocks(1)
-    pool.cache_full_blocks([block], [b"a"])
+    pool.cache_full_blocks([block], contents(b"a"))
     pool.free_blocks([block])
     pool.touch([block])
     pool.touch([block])
@@ -128,7 +134,7 @@ def test_touch_takes_a_free_block_out_of_the_queue_and_keeps_its_hash() -> None:
 def test_a_reused_block_leaves_the_map_and_its_duplicate_stays_findable() -> None:
     pool = BlockPool(3)
     first, second = pool.get_new_blocks(2)
-    pool.cache_full_blocks([first, second], [b"same", b"same"])
+    pool.cache_full_blocks([first, second], contents(b"same", b"same"))
     assert pool.get_cached_block(b"same") is first
     pool.free_blocks([first])
     assert pool.get_new_blocks(1) == [first]
@@ -143,7 +149,7 @@ def test_a_reused_block_leaves_the_map_and_its_duplicate_stays_findable() -> Non
 def test_reset_is_refused_while_a_block_is_in_use() -> None:
     pool = BlockPool(4)
     blocks = pool.get_new_blocks(2)
-    pool.cache_full_blocks(blocks, [b"a", b"b"])
+    pool.cache_full_blocks(blocks, contents(b"a", b"b"))
     pool.free_blocks(blocks[1:])
     assert pool.reset_prefix_cache() is False
     assert pool.get_cached_block(b"b") is blocks[1]
@@ -172,9 +178,9 @@ def test_freeing_once_too_often_is_caught() -> None:
 def test_integrity_error_prints_the_arithmetic() -> None:
     pool = BlockPool(6)
     blocks = pool.get_new_blocks(3)
-    pool.cache_full_blocks(blocks[:1], [b"a"])
+    pool.cache_full_blocks(blocks[:1], contents(b"a"))
     pool.check_integrity({1: 1, 2: 1, 3: 1})
-    with pytest.raises(AssertionError, match="block 3: 0 table references != ref_cnt 1"):
+    with pytest.raises(AssertionError, match="block 3: 0 table references and holds != ref_cnt 1"):
         pool.check_integrity({1: 1, 2: 1})
     blocks[1].ref_cnt = 0
     with pytest.raises(AssertionError, match=r"\|free\| \+ \|used\| = 2 \+ 2 != 6 - 1"):
@@ -182,13 +188,13 @@ def test_integrity_error_prints_the_arithmetic() -> None:
     with pytest.raises(AssertionError, match="block 2: ref_cnt 0 but free=False"):
         pool.check_integrity({1: 1, 3: 1})
     blocks[1].ref_cnt = 1
-    blocks[0].block_hash = b"other"
+    blocks[0].content = contents(b"other")[0]
     with pytest.raises(AssertionError, match="map entry 61 -> 1 points at"):
         pool.check_integrity({1: 1, 2: 1, 3: 1})
-    blocks[0].block_hash = None
-    with pytest.raises(AssertionError, match="1 map entries != 0 blocks that bear a hash"):
+    blocks[0].content = None
+    with pytest.raises(AssertionError, match="1 map entries, 1 children, 0 blocks that bear a hash"):
         pool.check_integrity({1: 1, 2: 1, 3: 1})
-    blocks[0].block_hash = b"a"
+    blocks[0].content = contents(b"a")[0]
     pool.free_queue.num_free_blocks = 1
     with pytest.raises(AssertionError, match="free queue: 2 linked, 2 distinct, counted as 1"):
         pool.check_integrity({1: 1, 2: 1, 3: 1})

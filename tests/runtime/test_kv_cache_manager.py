@@ -30,12 +30,19 @@ def free_ids(manager: KVCacheManager) -> list[int]:
 def admit(manager: KVCacheManager, request: Request) -> tuple[list[int], list[int]]:
     """Admit and compute a request as one step would: (hit block ids, new block ids)."""
     hits, num_tokens = manager.get_computed_blocks(request)
-    assert num_tokens == len(hits) * manager.block_size
-    new = manager.allocate_slots(request, request.num_tokens, hits)
+    new = manager.allocate_slots(request, request.num_tokens, hits, num_tokens)
     assert new is not None
-    manager.publish(request, request.num_tokens)
+    manager.check_integrity()
+    manager.finish_copies()
+    compute(manager, request)
     manager.check_integrity()
     return ids(hits), ids(new)
+
+
+def compute(manager: KVCacheManager, request: Request) -> None:
+    """The forward of all its tokens was launched."""
+    request.num_computed_tokens = request.num_tokens
+    manager.publish(request, request.num_tokens)
 
 
 def test_prompts_share_blocks_and_give_them_back_tail_first() -> None:
@@ -123,11 +130,11 @@ def test_none_changes_nothing_even_when_hits_sit_in_the_free_list() -> None:
     request = make_request("request", list(range(8)) + list(range(200, 208)))
     hits, num_tokens = manager.get_computed_blocks(request)
     assert (ids(hits), num_tokens) == ([1, 2], 8)
-    assert manager.allocate_slots(request, 16, hits) is None
+    assert manager.allocate_slots(request, 16, hits, 8) is None
     assert free_ids(manager) == before
     assert [block.ref_cnt for block in hits] == [0, 0]
     manager.check_integrity()
-    assert ids(manager.allocate_slots(request, 12, hits) or []) == [4]
+    assert ids(manager.allocate_slots(request, 12, hits, 8) or []) == [4]
     assert manager.block_ids("request") == [1, 2, 4]
 
 
@@ -141,17 +148,158 @@ def test_hits_are_kept_while_the_last_free_blocks_are_taken() -> None:
     assert manager.block_ids("request") == [1, 2, 3]
 
 
-def test_a_wholly_cached_prompt_still_computes_its_last_block() -> None:
+def test_a_wholly_cached_prompt_copies_its_last_block_and_computes_one_token() -> None:
     manager = KVCacheManager(11, 16)
     first = make_request("a", COMMON)
     admit(manager, first)
     second = make_request("b", COMMON)
     hits, num_tokens = manager.get_computed_blocks(second)
-    assert (ids(hits), num_tokens) == ([1, 2], 32)
-    assert admit(manager, second) == ([1, 2], [4])
+    assert (ids(hits), num_tokens) == ([1, 2, 3], 47)
+    new = manager.allocate_slots(second, 48, hits, 47)
+    assert new is not None
+    assert ids(new) == [4]
+    assert manager.block_ids("b") == [1, 2, 4]
+    assert manager.pending_copies == [(3, 4)]
+    assert manager.pool.blocks[3].ref_cnt == 2, "held for the copy"
+    manager.check_integrity()
+    manager.finish_copies()
+    assert (manager.pending_copies, manager.pool.blocks[3].ref_cnt) == ([], 1)
+    compute(manager, second)
     assert manager.pool.blocks[3].block_hash == manager.pool.blocks[4].block_hash
     salted = make_request("c", COMMON[:10], salt="other")
     assert manager.get_computed_blocks(salted) == ([], 0)
+    manager.check_integrity()
+
+
+def test_a_hit_inside_a_block_is_the_longest_run_with_the_same_past_and_salt() -> None:
+    manager = KVCacheManager(40, 8)
+    common = list(range(100, 108))
+    for name, tail in (("a", [1, 2, 3, 4, 5, 6, 7, 8]), ("b", [1, 2, 3, 9, 9, 9, 9, 9]), ("c", [7] * 8)):
+        admit(manager, make_request(name, common + tail))
+    admit(manager, make_request("other past", [5] * 8 + [1, 2, 3, 4, 5, 6, 7, 8]))
+    admit(manager, make_request("other salt", [*common, 1, 2, 3, 4, 5, 9, 9, 9], salt="s"))
+
+    def hit(tail: list[int], salt: str | None = None) -> tuple[list[int], int]:
+        hits, num_tokens = manager.get_computed_blocks(make_request("r", common + tail, salt))
+        return ids(hits), num_tokens
+
+    second = manager.block_ids("a")[1], manager.block_ids("b")[1]
+    first = manager.block_ids("a")[0]
+    assert hit([1, 2, 3, 4, 5, 9, 9]) == ([first, second[0]], 13)
+    assert hit([1, 2, 3, 9, 9]) == ([first, second[1]], 12), "the last token is left to compute"
+    assert hit([2, 2]) == ([first], 8)
+    assert hit([1, 2, 3, 4, 5, 9, 9, 9, 9], "s")[1] == 16
+    assert hit([1, 2], "t") == ([], 0)
+
+
+def test_a_hit_inside_a_block_needs_a_block_for_the_copy() -> None:
+    manager = KVCacheManager(4, 4)
+    cached = make_request("cached", range(12))
+    admit(manager, cached)
+    manager.free(cached)
+    request = make_request("request", range(12))
+    hits, num_tokens = manager.get_computed_blocks(request)
+    assert (ids(hits), num_tokens) == ([1, 2, 3], 11)
+    before = free_ids(manager)
+    assert manager.allocate_slots(request, 12, hits, 11) is None, "3 blocks hit and no fourth for the copy"
+    assert free_ids(manager) == before
+    assert ids(manager.allocate_slots(request, 12, hits[:2], 8) or []) == [3]
+
+
+def fork(manager: KVCacheManager, parent: Request, name: str) -> Request:
+    child = make_request(name, parent.token_ids)
+    child.num_computed_tokens = parent.num_computed_tokens
+    manager.fork(parent, child)
+    manager.check_integrity()
+    return child
+
+
+def test_three_children_copy_the_tail_twice_and_the_last_writes_in_place() -> None:
+    manager = KVCacheManager(11, 4)
+    parent = make_request("0", range(10))
+    admit(manager, parent)
+    family = [parent, fork(manager, parent, "1"), fork(manager, parent, "2")]
+    blocks = manager.pool.blocks
+    assert [blocks[i].ref_cnt for i in (1, 2, 3)] == [3, 3, 3]
+    assert manager.usage == pytest.approx(0.3)
+    taken = [ids(manager.allocate_slots(request, 11) or []) for request in family]
+    assert taken == [[4], [5], []]
+    assert manager.pending_copies == [(3, 4), (3, 5)]
+    assert [manager.block_ids(name) for name in "012"] == [[1, 2, 4], [1, 2, 5], [1, 2, 3]]
+    manager.check_integrity()
+    manager.finish_copies()
+    assert [blocks[i].ref_cnt for i in (1, 2, 3, 4, 5)] == [3, 3, 1, 1, 1]
+    for request in family:
+        manager.free(request)
+    assert [block.ref_cnt for block in blocks] == [0] * 11
+    manager.check_integrity()
+
+
+def test_a_first_write_without_a_free_block_changes_nothing() -> None:
+    manager = KVCacheManager(4, 4)
+    parent = make_request("0", range(10))
+    admit(manager, parent)
+    child = fork(manager, parent, "1")
+    assert manager.allocate_slots(child, 11) is None
+    assert manager.pending_copies == []
+    assert manager.block_ids("1") == [1, 2, 3]
+    manager.check_integrity()
+    manager.free(parent)
+    assert manager.allocate_slots(child, 11) == [], "alone again, it writes in place"
+
+
+def test_a_fork_in_mid_prefill_shares_what_is_computed() -> None:
+    manager = KVCacheManager(11, 4)
+    parent = make_request("0", range(12))
+    manager.allocate_slots(parent, 12)
+    parent.num_computed_tokens = 6
+    manager.publish(parent, 6)
+    child = fork(manager, parent, "1")
+    assert manager.block_ids("1") == [1, 2]
+    assert ids(manager.allocate_slots(child, 12) or []) == [4, 5]
+    assert manager.pending_copies == [(2, 4)]
+    assert manager.allocate_slots(parent, 12) == []
+    manager.check_integrity()
+
+
+def test_a_block_written_at_a_boundary_is_replaced_without_a_copy() -> None:
+    manager = KVCacheManager(11, 4)
+    parent = make_request("0", range(8))
+    admit(manager, parent)
+    child = fork(manager, parent, "1")
+    assert ids(manager.allocate_slots(child, 9) or []) == [3]
+    assert ids(manager.allocate_slots(parent, 9) or []) == [4]
+    assert manager.pending_copies == []
+    assert manager.block_ids("0")[:2] == manager.block_ids("1")[:2] == [1, 2]
+
+
+def test_freeing_the_writer_takes_its_copy_back() -> None:
+    manager = KVCacheManager(11, 4)
+    parent = make_request("0", range(6))
+    admit(manager, parent)
+    child = fork(manager, parent, "1")
+    assert ids(manager.allocate_slots(child, 7) or []) == [3]
+    manager.free(child)
+    assert manager.pending_copies == []
+    assert manager.pool.blocks[2].ref_cnt == 1
+    manager.check_integrity()
+
+
+def test_a_fork_of_a_table_whose_copy_has_not_run_reads_the_copys_source() -> None:
+    manager = KVCacheManager(11, 4)
+    parent = make_request("0", range(6))
+    admit(manager, parent)
+    child = fork(manager, parent, "1")
+    manager.allocate_slots(child, 7)
+    grandchild = fork(manager, child, "2")
+    assert ids(manager.allocate_slots(grandchild, 7) or []) == [4]
+    assert manager.pending_copies == [(2, 3), (2, 4)]
+    manager.check_integrity()
+    manager.free(parent)
+    assert manager.pool.blocks[2].ref_cnt == 2, "held for both copies"
+    manager.finish_copies()
+    manager.check_integrity()
+    assert manager.pool.blocks[2].ref_cnt == 0
 
 
 def test_block_size_1_leaves_one_token_to_compute() -> None:
@@ -184,7 +332,7 @@ def test_an_unpublished_block_is_no_hit() -> None:
     assert manager.get_computed_blocks(second)[1] == 4
     manager.publish(first, 12)
     manager.publish(first, 12)
-    assert manager.get_computed_blocks(second)[1] == 8
+    assert manager.get_computed_blocks(second)[1] == 11
     manager.check_integrity()
 
 
@@ -237,5 +385,5 @@ def test_integrity_names_a_table_that_disagrees() -> None:
         manager.check_integrity()
     manager.block_ids("a").pop()
     manager.pool.blocks[2].ref_cnt = 2
-    with pytest.raises(AssertionError, match="block 2: 1 table references != ref_cnt 2"):
+    with pytest.raises(AssertionError, match="block 2: 1 table references and holds != ref_cnt 2"):
         manager.check_integrity()

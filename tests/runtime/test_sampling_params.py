@@ -26,6 +26,7 @@ def test_defaults() -> None:
         "stop_token_ids": (),
         "ignore_eos": False,
         "min_tokens": 0,
+        "n": 1,
     }
 
 

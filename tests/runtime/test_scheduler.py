@@ -7,6 +7,7 @@ checks at every draw that the block table leads to the right ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -18,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.request import Request, RequestStatus
 from runtime.sampling import SamplingParams
-from runtime.scheduler import Schedule, Scheduler
+from runtime.schedule import Schedule
+from runtime.scheduler import Scheduler
 
 VOCAB, EOS = 50, 2
 
@@ -28,8 +30,9 @@ def content(request: Request, length: int) -> int:
     return crc32(repr((request.token_ids[:length], request.extra_keys)).encode())
 
 
-def next_token(request: Request) -> int:
-    token = content(request, request.num_tokens) % VOCAB
+def next_token(request: Request, noise_key: int | None = None) -> int:
+    key = request.noise_key if noise_key is None else noise_key
+    token = crc32(repr((content(request, request.num_tokens), key)).encode()) % VOCAB
     while token in request.masked_token_ids():
         token = (token + 1) % VOCAB
     return token
@@ -52,7 +55,7 @@ class Driver:
         request = Request(
             name,
             prompt,
-            SamplingParams(**({"max_tokens": 5, "ignore_eos": True} | params)),
+            SamplingParams(**({"max_tokens": 5, "ignore_eos": True, "seed": 0} | params)),
             arrival=self.arrivals if arrival is None else arrival,
             eos_token_ids=frozenset({EOS}),
             max_model_len=self.scheduler.max_model_len,
@@ -65,12 +68,19 @@ class Driver:
         size, table = self.manager.block_size, self.manager.block_ids(request.request_id)
         return [table[i // size] * size + i % size for i in range(start, end)]
 
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        size, before = self.manager.block_size, dict(self.memory)
+        for source, target in copies:
+            for offset in range(size):
+                self.memory[target * size + offset] = before.get(source * size + offset)
+
     def forward(self, schedule: Schedule) -> list[int]:
+        self.copy_blocks(schedule.copies)
         for row in schedule.rows:
             end = row.start + row.num_tokens
             for i, slot in enumerate(self.slots(row.request, row.start, end), row.start):
                 block = self.manager.pool.blocks[slot // self.manager.block_size]
-                assert (block.ref_cnt, block.block_hash) == (1, None), f"{row.request.request_id} writes to {block}"
+                assert self.manager._writable(block), f"{row.request.request_id} writes to {block}"
                 self.memory[slot] = content(row.request, i + 1)
         tokens = []
         for row in schedule.rows:
@@ -79,7 +89,7 @@ class Driver:
             if row.samples:
                 held = [self.memory[slot] for slot in self.slots(row.request, 0, length)]
                 assert held == [content(row.request, i + 1) for i in range(length)]
-                tokens.append(next_token(row.request))
+                tokens += [next_token(row.request, key) for key in row.request.draw_keys()]
         return tokens
 
     def step(self) -> Schedule:
@@ -87,7 +97,7 @@ class Driver:
         assert schedule.rows or schedule.finished or not self.scheduler.has_unfinished()
         assert schedule.num_tokens == sum(row.num_tokens for row in schedule.rows)
         assert schedule.num_tokens <= self.scheduler.max_num_batched_tokens
-        assert self.scheduler.num_running <= self.scheduler.max_num_seqs
+        assert self.scheduler._num_slots() <= self.scheduler.max_num_seqs
         self.scheduler.update(schedule, self.forward(schedule))
         self.manager.check_integrity()
         return schedule
@@ -110,17 +120,18 @@ def rows(schedule: Schedule) -> list[tuple[str, int, int, bool]]:
     return [(row.request.request_id, row.start, row.num_tokens, row.samples) for row in schedule.rows]
 
 
-def solo(request: Request) -> list[int]:
-    """The output of the same request alone in an endless pool."""
+def solo(request: Request, start: int | None = None) -> list[int]:
+    """The output of the same request alone in an endless pool; from its first `start` tokens on, if given."""
     alone = Request(
         "solo",
         request.token_ids[: request.num_prompt_tokens],
-        request.params,
+        replace(request.params, n=1),
         arrival=0,
         eos_token_ids=frozenset({EOS}),
         max_model_len=request.max_model_len,
     )
-    alone.extra_keys = request.extra_keys
+    alone.extra_keys, alone.noise_key = request.extra_keys, request.noise_key
+    alone.token_ids = request.token_ids[: request.num_prompt_tokens if start is None else start]
     while not alone.is_finished:
         alone.append_token(next_token(alone))
     return alone.output_token_ids
@@ -221,10 +232,10 @@ def test_only_what_is_not_cached_runs_and_counts() -> None:
     first = driver.add("a", tokens(48))
     driver.step()
     second = driver.add("b", tokens(48), max_tokens=1)
-    assert rows(driver.step()) == [("a", 48, 1, True), ("b", 32, 16, True)]
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
+    assert rows(driver.step()) == [("a", 48, 1, True), ("b", 47, 1, True)]
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 47)
     assert second.output_token_ids == first.output_token_ids[:1]
-    assert (driver.scheduler.prefix_cache_queries, driver.scheduler.prefix_cache_hits) == (96, 32)
+    assert (driver.scheduler.prefix_cache_queries, driver.scheduler.prefix_cache_hits) == (96, 47)
     salted = driver.add("c", tokens(48), salt="other")
     driver.step()
     assert salted.num_cached_tokens == 0
@@ -538,6 +549,7 @@ class AnyOrder(RuleBasedStateMachine):
             num_blocks, block_size, enable_chunked_prefill=chunked, long_prefill_token_threshold=threshold, **limits
         )
         self.requests: list[Request] = []
+        self.forked_at: dict[int, int] = {}
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=18),
@@ -546,6 +558,7 @@ class AnyOrder(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         salt=st.sampled_from([None, None, "x"]),
         arrival=st.none() | st.integers(0, 20),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
     )
     def add(self, prompt: list[int], max_tokens: int, min_tokens: int, **rest: Any) -> None:
         name = str(len(self.requests))
@@ -557,6 +570,18 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.driver.scheduler.get(name) is None
         else:
             self.requests.append(request)
+
+    @precondition(lambda self: any(not request.is_finished for request in self.family()))
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        parent = data.draw(st.sampled_from([request for request in self.family() if not request.is_finished]))
+        child = parent.fork(str(len(self.requests)), params=replace(parent.params, n=1))
+        self.forked_at[id(child)] = child.num_tokens
+        self.driver.scheduler.fork(parent, child)
+        self.requests.append(child)
+
+    def family(self) -> list[Request]:
+        return [member for request in self.requests for member in (request, *request.children)]
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
@@ -596,7 +621,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def intact(self) -> None:
         self.driver.manager.check_integrity()
-        for request in self.requests:
+        for request in self.family():
             if request.is_finished:
                 assert self.driver.scheduler.get(request.request_id) is None
 
@@ -608,8 +633,8 @@ class AnyOrder(RuleBasedStateMachine):
                 break
             self.driver.step()
         self.driver.check_empty()
-        for request in self.requests:
-            expected, output = solo(request), request.output_token_ids
+        for request in self.family():
+            expected, output = solo(request, self.forked_at.get(id(request))), request.output_token_ids
             whole = request.finish_reason not in ("abort", "error") and request.stop_reason != "kv_cache_full"
             assert output == (expected if whole else expected[: len(output)])
 

@@ -1,0 +1,48 @@
+"""What one step runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from runtime.request import Request
+
+
+@dataclass(slots=True)
+class ScheduledRow:
+    """Tokens [start, start + num_tokens) of a request; `num_draws` tokens are drawn if they reach its last one."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    num_draws: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the row reaches the request's last token."""
+        return self.num_draws > 0
+
+
+@dataclass(slots=True)
+class Schedule:
+    """One step: rows to run, `num_tokens` in all; who was preempted for it; who ended because the pool is too small.
+
+    `copies` are (source, destination) block ids to copy before the forward.
+    """
+
+    rows: list[ScheduledRow] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+    finished: list[Request] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def add(self, request: Request, num_tokens: int) -> None:
+        """Append a row of the next `num_tokens` tokens of `request`."""
+        start = request.num_computed_tokens
+        num_draws = request.num_draws if start + num_tokens == request.num_tokens else 0
+        self.rows.append(ScheduledRow(request, start, num_tokens, num_draws))
+        self.num_tokens += num_tokens
+
+    def drop(self, request: Request) -> None:
+        """Take the row of `request` out again, if it has one, and give its tokens back."""
+        self.rows = [row for row in self.rows if row.request is not request]
+        self.num_tokens = sum(row.num_tokens for row in self.rows)
