@@ -20,7 +20,6 @@ from models import skeleton
 from models.adapted import adapt
 from models.attention import use_attention
 from models.step_inputs import StepInputs
-from ops.providers import select
 
 TOLERANCE = 1e-4  # of the largest logit, in float32; a lost token or position gives 1e-2 and more
 _BLOCK_SIZE, _VOCAB, _WINDOW, _INNER = 4, 512, 6, 64
@@ -88,13 +87,16 @@ def _chunked(
     """Run the steps over a paged cache; yields (sequence, position, logits [V]) of every row that a step samples."""
     adaptation = adapt(skeleton.share(model), device)
     adaptation.materialise(device, own=True)
-    state = model.state_dict()
-    for name, destination in adaptation.destinations().items():
-        destination.copy_(state[name])
+    adaptation.copy_from(model.state_dict())
     width = max(len(sequence) for sequence in sequences) // _BLOCK_SIZE + 1
     tables = 1 + torch.randperm(len(sequences) * width, generator=torch.Generator().manual_seed(0)).view(-1, width)
     cache = KVCache(
-        adaptation.module.plan, tables.numel() + 1, _BLOCK_SIZE, torch.float32, device, select("copy_blocks", device)
+        adaptation.module.plan,
+        tables.numel() + 1,
+        _BLOCK_SIZE,
+        torch.float32,
+        device,
+        adaptation.report.providers["copy_blocks"],
     )
     executor, arena, done = EagerExecutor(adaptation.module, cache), InputArena(device), [0] * len(sequences)
     for step in _STEPS:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from graphs.inputs import InputArena, StepSizes
 from graphs.kv_cache import KVCache
 from models.adapted import AdaptedModel
-from models.cache import cache_root
+from models.cache_folder import cache_folder
 from models.step_inputs import FIELDS, StepInputs, StepOutputs
 
 # Sizes to trace with. Every dynamic one is marked as unbacked, so that no guard can depend on its value.
@@ -42,7 +42,11 @@ def use_lasting_compiler_cache() -> None:
 
     Side effect: sets TORCHINDUCTOR_CACHE_DIR in this process's environment.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+
+
+class GraphLostError(RuntimeError):
+    """Dynamo no longer has the graph that it compiled."""
 
 
 class CapturedGraph:
@@ -51,7 +55,8 @@ class CapturedGraph:
     `compile` makes it. `graphs` then holds the one FX graph, for inspection. Dynamo is told to check no guards: our
     inputs differ from step to step in marked sizes only, while guards also watch the rest of the process (transformers'
     registry of living models, torch's defaults) and would compile again for nothing. What could still make Dynamo
-    forget the graph, a `torch._dynamo.reset()` in the process, is counted in `num_recompiles` and is an error.
+    forget the graph, a `torch._dynamo.reset()` in the process, is counted in `num_recompiles` and makes calls raise
+    GraphLostError.
     """
 
     def __init__(self, module: AdaptedModel, *, progress: bool = True) -> None:
@@ -68,7 +73,12 @@ class CapturedGraph:
 
     def __call__(self, inputs: StepInputs, k_caches: list[Tensor], v_caches: list[Tensor]) -> StepOutputs:
         """Run the graph. Side effect: the caches."""
-        return self._function(inputs, k_caches, v_caches)
+        try:
+            return self._function(inputs, k_caches, v_caches)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if self.num_recompiles:
+                raise GraphLostError("torch._dynamo.reset() in this process dropped the compiled graph") from error
+            raise
 
     def compile(self, cache: KVCache, device: torch.device) -> None:
         """Compile now, on example inputs that read and write nothing but the null block."""
@@ -89,7 +99,7 @@ class CapturedGraph:
         if self.graphs:
             # The sizes of this call are not marked: a graph of them would serve no other step, unnoticed.
             self.num_recompiles += 1
-            raise RuntimeError("the compiled graph is gone (torch._dynamo.reset() was called): make a new engine")
+            raise GraphLostError
         self.graphs.append(graph)
         self._bar.set_description(f"compile: inductor, {len(graph.graph.nodes)} nodes")
         return compile_fx(graph, example)

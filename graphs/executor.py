@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import torch
 
-from graphs.capture import CapturedGraph
+from graphs.capture import CapturedGraph, GraphLostError
 from graphs.kv_cache import KVCache
 from models.adapted import AdaptedModel
 from models.step_inputs import StepInputs, StepOutputs
+
+logger = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
@@ -38,10 +41,12 @@ class EagerExecutor:
 
 
 class CompiledExecutor:
-    """Runs the one compiled graph; compiles it when made."""
+    """Runs the one compiled graph, compiled when this is made; should Dynamo lose it, the module uncompiled."""
 
     def __init__(self, module: AdaptedModel, cache: KVCache, device: torch.device, *, progress: bool = True) -> None:
         self._cache = cache
+        self._eager = EagerExecutor(module, cache)
+        self._lost = False
         self.graph = CapturedGraph(module, progress=progress)
         with torch.no_grad():
             self.graph.compile(cache, device)
@@ -54,4 +59,10 @@ class CompiledExecutor:
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> StepOutputs:
         """See Executor."""
-        return self.graph(inputs, self._cache.k, self._cache.v)
+        if not self._lost:
+            try:
+                return self.graph(inputs, self._cache.k, self._cache.v)
+            except GraphLostError as error:
+                self._lost = True
+                logger.warning("%s: this engine runs uncompiled from now on; make a new one to compile again", error)
+        return self._eager.run(inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -103,8 +102,3 @@ def num_blocks_for_memory(
             "gpu_memory_utilization, lower block_size, or set kv_cache_memory_bytes or num_blocks"
         )
     return min(fitting, -(-max_tokens // block_size) + 1)
-
-
-def process_rss() -> int:
-    """Resident bytes of this process."""
-    return psutil.Process(os.getpid()).memory_info().rss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from models.rewrite import LoadPlan, apply_rules
 from models.rules import DEFAULT_RULES
 from models.skeleton import on_meta
 from models.step_inputs import StepInputs, StepOutputs
-from ops.providers import Choice, select
+from ops.providers import Choice, choose
 
 
 class AdaptedModel(nn.Module):
@@ -62,7 +63,6 @@ class Adaptation:
     load_plan: LoadPlan
     report: RewriteReport
     device: torch.device
-    choices: tuple[Choice, ...]
 
     def materialise(self, device: torch.device, *, own: bool, dtype: torch.dtype | None = None) -> None:
         """Give every meta parameter storage on `device` (uninitialised), ties kept, and move buffers there.
@@ -86,26 +86,30 @@ class Adaptation:
         """Map each name of the unmodified model's state to the tensor of the adapted one that it is copied into."""
         return self.load_plan.destinations(self.module.model, self.source.state_dict())
 
+    def copy_from(self, state: Mapping[str, Tensor]) -> None:
+        """Copy the unmodified model's state into place, but for what is shared with it already."""
+        for name, destination in self.destinations().items():
+            if destination.data_ptr() != state[name].data_ptr():
+                destination.copy_(state[name])
 
-def adapt(model: PreTrainedModel, device: torch.device, providers: dict[str, str] | None = None) -> Adaptation:
+
+def adapt(model: PreTrainedModel, device: torch.device, providers: Mapping[str, str] | None = None) -> Adaptation:
     """Probe and rewrite `model`, a structure of our own (see models/skeleton.py), for execution on `device`.
 
-    providers: op name -> provider, to override the choice by device. Raises UnsupportedModelError.
+    providers: op name -> provider, to override the choice by device. Raises UnsupportedModelError, and ValueError for
+    an unknown op or provider.
     """
+    choices = choose(device, providers or {})
     seen = probe(model)
     architecture = type(model).__name__
     verdict = Verdict.PROVEN if architecture in PROVEN else Verdict.UNPROVEN
     source = on_meta(model)
     stacks, outcomes = apply_rules(model, seen, DEFAULT_RULES)
-    providers = providers or {}
-    attention, write, sample = (
-        select(op, device, providers.get(op)) for op in ("paged_attention", "write_kv", "sample")
-    )
-    step = AttentionStep(seen.plan, attention, write)
+    step = AttentionStep(seen.plan, choices["paged_attention"], choices["write_kv"])
     for site in seen.plan.sites:
         bind(model.get_submodule(site.module), step)
     # torch's grouped product knows no float64.
     use_attention(model, PAGED, experts="batched_mm" if model.dtype == torch.float64 else "grouped_mm")
-    module = AdaptedModel(model, seen.plan, step, sample).eval()
-    report = RewriteReport(architecture, verdict, seen.plan, outcomes)
-    return Adaptation(module, source, LoadPlan(stacks), report, device, (attention, write, sample))
+    module = AdaptedModel(model, seen.plan, step, choices["sample"]).eval()
+    report = RewriteReport(architecture, verdict, seen.plan, outcomes, choices)
+    return Adaptation(module, source, LoadPlan(stacks), report, device)

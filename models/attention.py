@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -98,11 +97,3 @@ def use_attention(model: nn.Module, name: str, *, experts: str = "grouped_mm") -
     for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
         config._attn_implementation = name  # type: ignore[union-attr]
         config._experts_implementation = experts  # type: ignore[union-attr]
-
-
-def softmax_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Plain causal attention over [1, heads, T, D], to compare two forms of a module that contains attention."""
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scale, enable_gqa=True
-    )
-    return out.transpose(1, 2)

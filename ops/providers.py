@@ -4,7 +4,7 @@ There is no current provider: `select` is asked per engine and op, and the overl
 graph. A new provider is one `schema.define` and one `register`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,13 @@ def select(op: str, device: torch.device, override: str | None = None, dtype: to
     else:
         raise ValueError(f"unknown provider {override!r} of {op}; on {on} there are {sorted(usable)}")
     return Choice(op, name, reason, overload(op, name))
+
+
+def choose(device: torch.device, overrides: Mapping[str, str]) -> dict[str, Choice]:
+    """Choose a provider for every op; `overrides` names some by op. Raises ValueError as `select` does."""
+    if unknown := sorted(set(overrides) - set(REGISTRY)):
+        raise ValueError(f"unknown op {unknown[0]!r}; the ops are {sorted(REGISTRY)}")
+    return {op: select(op, device, overrides.get(op)) for op in REGISTRY}
 
 
 _REFERENCE: dict[str, Callable[..., Any]] = {

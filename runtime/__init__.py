@@ -9,6 +9,8 @@ while engine.has_unfinished_requests():
 from __future__ import annotations
 
 import importlib.util
+import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +61,7 @@ def compile(
     enable_prefix_caching: bool = True,
     enable_chunked_prefill: bool = True,
     seed: int = 0,
+    providers: Mapping[str, str] | None = None,
     verify: bool = False,
     progress: bool = True,
     **unknown: Any,
@@ -83,16 +86,33 @@ def compile(
         enable_prefix_caching: let requests reuse the blocks of equal prefixes.
         enable_chunked_prefill: let a prompt run in pieces, mixed with other requests.
         seed: of the noise of requests that give none.
+        providers: op name -> provider, to override the choice by device, e.g. {"sample": "reference"}.
         verify: run the acceptance test on a small random copy of the architecture first (chunked prefill and decode,
             mixed with other requests, against Hugging Face eager), and refuse the model if it differs.
         progress: bars on stderr.
 
     Raises ValueError for a model that cannot be served (before its weights are read) or a knob out of range.
     """
-    no_knobs = {"model", "tokenizer", "verify", "progress", "unknown"}
-    knobs = {name: value for name, value in locals().items() if name not in no_knobs | {"no_knobs"}}
     from runtime.config import EngineConfig
     from runtime.engine import Engine
 
-    reject_unknown(unknown, [*knobs, "tokenizer", "verify", "progress"], "runtime.compile")
-    return Engine(model, tokenizer, EngineConfig(**knobs), verify=verify, progress=progress)
+    known = [name for name in inspect.signature(compile).parameters if name not in ("model", "unknown")]
+    reject_unknown(unknown, known, "runtime.compile")
+    config = EngineConfig(
+        dtype=dtype,
+        device=device,
+        backend=backend,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        gpu_memory_utilization=gpu_memory_utilization,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        long_prefill_token_threshold=long_prefill_token_threshold,
+        enable_prefix_caching=enable_prefix_caching,
+        enable_chunked_prefill=enable_chunked_prefill,
+        seed=seed,
+        providers=providers or {},
+    )
+    return Engine(model, tokenizer, config, verify=verify, progress=progress)

@@ -25,7 +25,7 @@ def fill(arena: InputArena, schedule: Schedule, manager: KVCacheManager) -> Step
         sequences=len(rows),
         table_width=max(manager.num_blocks_for(row.start + row.num_tokens) for row in rows),
         rows=max(1, sum(row.num_draws for row in sampled)),
-        masked=max(1, *(len(ids) for ids in masked), 1),
+        masked=max([1, *map(len, masked)]),
     )
     host = arena.carve(sizes)
     _fill_tokens(host, rows, manager)

@@ -22,6 +22,11 @@ class Completions:
         return [self.root, *self.root.children]
 
     @property
+    def text(self) -> str:
+        """The text of the request itself so far; empty without a tokenizer."""
+        return self._text(self.root)
+
+    @property
     def is_finished(self) -> bool:
         """Whether every completion has ended."""
         return all(member.is_finished for member in self.members)
@@ -37,24 +42,17 @@ class Completions:
         return forked
 
     def take(self, request: Request) -> str | None:
-        """Decode the newest token of one of the members; returns the stop string that is now complete, or None."""
+        """Decode the newest token of one of the members, and what is held back once it has ended.
+
+        Returns the stop string that is now complete, or None. Raises what the tokenizer raises.
+        """
         if self._tokenizer is None:
             return None
-        detokenizer = self._detokenizer(request)
-        ended_by_token = request.finish_reason == "stop"
-        stop = None if ended_by_token else detokenizer.append(request.token_ids[-1])
-        if stop is None and request.is_finished:
-            stop = detokenizer.finish()
-        return stop
-
-    def text(self, request: Request) -> str:
-        """The text of one of the members so far; all of it, once it has ended."""
-        if self._tokenizer is None:
-            return ""
-        detokenizer = self._detokenizer(request)
-        if request.is_finished:
-            detokenizer.finish()
-        return detokenizer.text
+        detokenizer, stop = self._detokenizer(request), None
+        # A stop token has no text, and one that ended for want of blocks has no new token.
+        if request.finish_reason != "stop" and request.stop_reason != "kv_cache_full":
+            stop = detokenizer.append(request.token_ids[-1])
+        return detokenizer.finish() if stop is None and request.is_finished else stop
 
     def output(self) -> RequestOutput:
         """The cumulative output of all completions."""
@@ -62,7 +60,7 @@ class Completions:
             CompletionOutput(
                 index=index,
                 token_ids=member.output_token_ids,
-                text=self.text(member),
+                text=self._text(member),
                 finish_reason=member.finish_reason,
                 stop_reason=member.stop_reason,
             )
@@ -76,6 +74,9 @@ class Completions:
             finished=self.is_finished,
             num_cached_tokens=self.root.num_cached_tokens,
         )
+
+    def _text(self, member: Request) -> str:
+        return "" if self._tokenizer is None else self._detokenizer(member).text
 
     def _detokenizer(self, request: Request) -> IncrementalDetokenizer:
         assert self._tokenizer is not None

@@ -23,7 +23,6 @@ from graphs.inputs import InputArena
 from graphs.kv_cache import KVCache
 from models.checkpoint import resolve
 from models.report import RewriteReport
-from ops.providers import select
 from runtime.batch import fill
 from runtime.completions import Completions
 from runtime.config import EngineConfig
@@ -79,9 +78,9 @@ class Engine:
 
     def _make_cache(self, num_blocks: int) -> KVCache:
         loaded = self._loaded
-        copy = select("copy_blocks", loaded.device)
-        plan = loaded.adaptation.report.plan
-        cache = KVCache(plan, num_blocks, self.config.block_size, loaded.dtype, loaded.device, copy)
+        report = loaded.adaptation.report
+        copy = report.providers["copy_blocks"]
+        cache = KVCache(report.plan, num_blocks, self.config.block_size, loaded.dtype, loaded.device, copy)
         logger.info("kv cache: %d blocks of %d tokens, %.0f MiB", num_blocks, cache.block_size, cache.nbytes / 2**20)
         return cache
 
@@ -144,6 +143,9 @@ class Engine:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be a runtime.SamplingParams, not {type(params).__name__}")
+        for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"{name} must be text, not {type(value).__name__}")
         token_ids = encode(prompt, params, self._model.tokenizer, self._model.vocab_size)
         arrival = next(self._arrivals)
         request = Request(
@@ -220,7 +222,7 @@ class Engine:
         params: one for all, or one for each. Requests added otherwise go on; their outputs are kept for `step`.
         """
         batch = as_batch(prompts)
-        each = [params] * len(batch) if params is None or isinstance(params, SamplingParams) else list(params)
+        each: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"{len(batch)} prompts need one SamplingParams, or one each; {len(each)} were given")
         finished: dict[str, RequestOutput] = {}
@@ -260,7 +262,7 @@ class Engine:
         try:
             while True:
                 # Only between whole steps: the iterator may be dropped, or `step` be called, while a piece is out.
-                if delta := completions.text(request)[shown:]:
+                if delta := completions.text[shown:]:
                     shown += len(delta)
                     yield delta
                 elif request.is_finished:
@@ -318,7 +320,7 @@ class Engine:
         assert forgotten, "preempted requests still held blocks"
 
     def close(self) -> None:
-        """Abort everything and let go of the caches and weights. A closed engine only raises."""
+        """Abort everything and let go of the caches and weights. A closed engine serves nothing any more."""
         if self._closed:
             return
         for request_id in list(self._completions):
@@ -361,6 +363,8 @@ class Engine:
         start = time.perf_counter()
         schedule = self.scheduler.schedule()
         advanced = list(schedule.finished)
+        for request in advanced:
+            self._take_text(request)
         if schedule.rows:
             advanced += self._run(schedule)
         outputs = [self._output(root_id) for root_id in dict.fromkeys(request.root.request_id for request in advanced)]
@@ -387,10 +391,19 @@ class Engine:
         self._num_output_tokens += len(advanced)
         self._num_prompt_tokens += sum(row.num_tokens for row in schedule.rows if _in_prompt(row))
         for request in advanced:
+            self._take_text(request)
+        return advanced
+
+    def _take_text(self, request: Request) -> None:
+        """Decode what is new of a request, and end it if a stop string is complete, or if its tokenizer fails."""
+        try:
             stop = self._completions[request.root.request_id].take(request)
+        except Exception:
+            logger.exception("the tokenizer failed on %r, which ends", request.request_id)
+            self.scheduler.finish(request, "error")
+        else:
             if stop is not None:
                 self.scheduler.finish(request, "stop", stop)
-        return advanced
 
     def _output(self, request_id: str) -> RequestOutput:
         """Make the cumulative output of a request; forget its text side if it has ended."""

@@ -19,6 +19,7 @@ from graphs.kv_cache import usable_memory
 from models import skeleton
 from models.adapted import Adaptation, adapt
 from models.checkpoint import Checkpoint, resolve
+from models.probe import max_positions
 from models.report import UnsupportedModelError, Verdict
 from models.weights import load_weights
 from runtime.config import EngineConfig
@@ -71,7 +72,7 @@ def load(
     start = time.perf_counter()
     device = config.resolve_device()
     dtype = config.resolve_dtype(checkpoint.dtype, device, checkpoint.nbytes, usable_memory(device))
-    adaptation = adapt(skeleton.build(checkpoint.config, dtype), device)
+    adaptation = adapt(skeleton.build(checkpoint.config, dtype), device, config.providers)
     _judge(adaptation, verify=verify)
     adaptation.materialise(device, own=False)
     load_weights(checkpoint, adaptation.source, adaptation.destinations(), progress=progress)
@@ -92,14 +93,11 @@ def _share(
     start = time.perf_counter()
     device = model.device if config.device == "auto" else config.resolve_device()
     dtype = model.dtype if config.dtype == "auto" else config.resolve_dtype(model.dtype, device, 0, 0)
-    adaptation = adapt(skeleton.share(model), device)
+    adaptation = adapt(skeleton.share(model), device, config.providers)
     _judge(adaptation, verify=verify)
     shared = device == model.device and dtype == model.dtype
     adaptation.materialise(device, own=not shared, dtype=dtype)
-    source = model.state_dict()
-    for name, destination in adaptation.destinations().items():
-        if destination.data_ptr() != source[name].data_ptr():
-            destination.copy_(source[name])
+    adaptation.copy_from(model.state_dict())
     loaded = _describe(adaptation, dtype, device, tokenizer, model.generation_config, shared=shared)
     seconds.load = time.perf_counter() - start
     return loaded
@@ -110,7 +108,11 @@ def _judge(adaptation: Adaptation, *, verify: bool) -> None:
     report = adaptation.report
     logger.info("%s", report)
     if verify:
-        error = acceptance_error(adaptation.source.config, adaptation.device)
+        try:
+            error = acceptance_error(adaptation.source.config, adaptation.device)
+        except (RuntimeError, LookupError, TypeError, AttributeError) as failure:
+            reason = f"it cannot run on a small copy ({failure})"
+            raise UnsupportedModelError(report.architecture, "acceptance test", reason) from failure
         if not error < TOLERANCE:
             reason = f"a small random copy differs from Hugging Face by {error:.1e} of the largest logit"
             raise UnsupportedModelError(report.architecture, "acceptance test", f"{reason}; allowed is {TOLERANCE:.0e}")
@@ -139,8 +141,8 @@ def _describe(
         # Some configs name an EOS beyond their vocabulary: it is never drawn, and cannot be masked.
         eos_token_ids=frozenset(token for token in eos_ids if 0 <= token < config.vocab_size),
         vocab_size=config.vocab_size,
-        max_positions=config.max_position_embeddings,
-        has_position_table=_has_position_table(adaptation.source, config.max_position_embeddings),
+        max_positions=max_positions(config),
+        has_position_table=_has_position_table(adaptation.source, max_positions(config)),
         weight_bytes=sum(parameter.nbytes for parameter in adaptation.module.parameters()),
         shared=shared,
     )

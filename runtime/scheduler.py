@@ -264,12 +264,13 @@ class Scheduler:
         return min(remaining, budget, self.max_tokens_per_row)
 
     def _admit(self, request: Request, num_hit_tokens: int) -> None:
+        queried = request.num_tokens if self.manager.enable_prefix_caching else 0
         if request.status is RequestStatus.PREEMPTED:
-            self.resumed_cache_queries += request.num_tokens
+            self.resumed_cache_queries += queried
             self.resumed_cache_hits += num_hit_tokens
         else:
             request.num_cached_tokens = num_hit_tokens
-            self.prefix_cache_queries += request.num_tokens
+            self.prefix_cache_queries += queried
             self.prefix_cache_hits += num_hit_tokens
         request.num_computed_tokens = num_hit_tokens
         request.status = RequestStatus.RUNNING

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from models.attention import softmax_attention, use_attention
+from models.attention import use_attention
 from models.probe import Probe
 from models.rewrite import Rewrite, Stack
 
@@ -170,6 +170,8 @@ def _materialise(value: Any, generator: torch.Generator, memo: dict[int, Tensor]
             real = torch.randn(shape, generator=generator) if floating else torch.zeros(shape, dtype=value.dtype)
             memo[id(value)] = real
         return memo[id(value)]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_materialise(item, generator, memo) for item in value))
     if isinstance(value, tuple | list):
         return type(value)(_materialise(item, generator, memo) for item in value)
     if isinstance(value, dict):
@@ -180,7 +182,9 @@ def _materialise(value: Any, generator: torch.Generator, memo: dict[int, Tensor]
 def _verifying_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    return softmax_attention(query, key, value, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
+    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    return out.transpose(1, 2), None
 
 
 AttentionInterface.register(VERIFYING, _verifying_attention)

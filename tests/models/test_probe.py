@@ -338,3 +338,10 @@ def test_a_convolution_over_the_sequence_is_refused() -> None:
     model = skeleton.build(transformers.LlamaConfig(**SIZES), torch.float32)
     model.model.layers[2].mlp.conv = nn.Conv1d(4, 4, 3)
     refuse(model, "model.layers.2.mlp.conv", "a convolution over the sequence")
+
+
+def test_a_model_that_counts_positions_by_itself_is_refused() -> None:
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "vocab_size": 96}
+    model = transformers.BartForCausalLM(transformers.BartConfig(**sizes, max_position_embeddings=64))
+    with pytest.raises(UnsupportedModelError, match="it ignores position_ids"):
+        probe(model)

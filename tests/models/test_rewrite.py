@@ -8,14 +8,15 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, fx, nn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from models import skeleton
 from models.adapted import Adaptation, adapt
-from models.attention import softmax_attention, use_attention
+from models.attention import use_attention
 from models.report import CachePlan, CallSite, RewriteReport, RuleOutcome, Verdict
-from models.rules.merged_linear import LinearSlice, MergedLinear
+from models.rules import merged_linear
+from models.rules.merged_linear import VERIFYING, LinearSlice, MergedLinear
 
 CPU = torch.device("cpu")
 LAYERS = 3
@@ -42,16 +43,6 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma2": lambda: transformers.Gemma2Config(**SIZES, sliding_window=4),
     "gemma2 with biases": lambda: transformers.Gemma2Config(**SIZES, sliding_window=4, attention_bias=True),
 }
-TEST_ATTENTION = "pagegraph_test_rewrite"
-
-
-def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    return softmax_attention(query, key, value, kwargs["scaling"]), None
-
-
-AttentionInterface.register(TEST_ATTENTION, _attention)
 
 
 def make(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -77,7 +68,7 @@ def adapted(model: PreTrainedModel) -> Adaptation:
 @torch.no_grad()
 def logits(model: PreTrainedModel, length: int = 4) -> Tensor:
     """Logits of a short sequence (no longer than any window) with plain causal attention, on a model of ours."""
-    use_attention(model, TEST_ATTENTION)
+    use_attention(model, VERIFYING)
     ids = torch.randint(3, 96, (1, length), generator=torch.Generator().manual_seed(1))
     return model(input_ids=ids, position_ids=torch.arange(length)[None], use_cache=False).logits[0]
 
@@ -151,7 +142,7 @@ def count_products(model: PreTrainedModel) -> int:
         graphs.append(graph)
         return graph.forward
 
-    use_attention(model, TEST_ATTENTION)
+    use_attention(model, VERIFYING)
     with torch.no_grad():
         compiled = torch.compile(model.get_submodule("model"), backend=backend, fullgraph=True)
         compiled(
@@ -388,7 +379,11 @@ def test_the_report_of_a_model() -> None:
     assert text == (
         "LlamaForCausalLM: proven, 3 attention sites, 3 caches\n"
         "  merge_qkv: applied at 3 modules (q_proj, k_proj, v_proj: share their input)\n"
-        "  merge_gate_up: applied at 3 modules (gate_proj, up_proj: share their input)"
+        "  merge_gate_up: applied at 3 modules (gate_proj, up_proj: share their input)\n"
+        "  paged_attention: provider reference (highest priority on cpu among ['reference'])\n"
+        "  write_kv: provider reference (highest priority on cpu among ['reference'])\n"
+        "  copy_blocks: provider reference (highest priority on cpu among ['reference'])\n"
+        "  sample: provider reference (highest priority on cpu among ['reference'])"
     )
 
 
@@ -415,3 +410,15 @@ def test_the_report_groups_outcomes_and_counts_sites_and_caches_apart() -> None:
 def test_an_architecture_outside_of_the_table_is_unproven() -> None:
     config = transformers.GraniteConfig(**{name: value for name, value in SIZES.items() if name != "head_dim"})
     assert adapt(skeleton.build(config, torch.float32), CPU).report.verdict is Verdict.UNPROVEN
+
+
+def test_a_verification_that_cannot_run_skips_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(merged_linear.MergeLinears, "verify", broken)
+    outcomes = adapt(make(CONFIGS["llama"]()), CPU).report.outcomes
+    assert len(outcomes) == 2 * LAYERS
+    assert {(outcome.applied, outcome.reason) for outcome in outcomes} == {
+        (False, "verification could not run: RuntimeError: no such device")
+    }

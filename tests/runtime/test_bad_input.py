@@ -330,3 +330,45 @@ def test_a_closed_engine_says_so(tiny_model, make_engine) -> None:
     engine.close()
     with pytest.raises(ValueError, match="closed"):
         _ = engine.report
+
+
+@pytest.mark.parametrize(("name", "value"), [("cache_salt", 5), ("request_id", 5), ("request_id", [1])])
+def test_ids_and_salts_are_text(tiny_model, make_engine, drain, name: str, value: object) -> None:
+    engine = make_engine(tiny_model("llama"))
+    engine.add_request([1, 2])
+    with pytest.raises(ValueError, match=f"{name} must be text"):
+        engine.add_request([1, 2], **{name: value})
+    assert len(drain(engine)) == 1
+
+
+def test_providers_can_be_named(tiny_model, make_engine) -> None:
+    report = make_engine(tiny_model("llama"), providers={"sample": "reference"}).report
+    assert report.providers["sample"].reason == "asked for"
+    assert "paged_attention: provider reference (highest priority on cpu" in str(report)
+    with pytest.raises(ValueError, match="unknown provider 'cuda' of sample; on cpu there are"):
+        make_engine(tiny_model("llama"), providers={"sample": "cuda"})
+    with pytest.raises(ValueError, match="unknown op 'smaple'"):
+        make_engine(tiny_model("llama"), providers={"smaple": "reference"})
+
+
+def test_a_tokenizer_that_fails_ends_its_own_request_only(tiny_model, make_engine, byte_tokenizer, drain) -> None:
+    model = tiny_model("llama")
+    plain = make_engine(model).generate([5, 6], runtime.SamplingParams(temperature=0), progress=False)[0]
+    engine = make_engine(model, tokenizer=byte_tokenizer)
+    engine.add_request([5, 6], runtime.SamplingParams(temperature=0), request_id="good")
+    engine.add_request([5, 6], runtime.SamplingParams(temperature=1, seed=0, max_tokens=200), request_id="bad")
+    fail, wait = engine._completions["bad"], 3
+    original = fail.take
+
+    def take(request):
+        nonlocal wait
+        wait -= 1
+        if wait == 0:
+            raise IndexError("no such token")
+        return original(request)
+
+    fail.take = take  # type: ignore[method-assign]
+    outputs = drain(engine)
+    assert outputs["bad"].outputs[0].finish_reason == "error"
+    assert len(outputs["bad"].outputs[0].token_ids) == 3
+    assert outputs["good"].outputs[0].token_ids == plain.outputs[0].token_ids
