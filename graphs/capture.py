@@ -137,7 +137,8 @@ def _own_function(module: AdaptedModel) -> Callable[..., StepOutputs]:
 def _moving_bar(description: str, enabled: bool) -> Iterator[tqdm]:
     """A bar of elapsed seconds that moves while the compiler, which reports no progress, is at work."""
     done = threading.Event()
-    with tqdm(desc=description, bar_format="{desc} {elapsed}{postfix}", disable=not enabled) as bar:
+    # None: off where stderr is no terminal, which a moving clock would only fill.
+    with tqdm(desc=description, bar_format="{desc} {elapsed}{postfix}", disable=None if enabled else True) as bar:
 
         def move() -> None:
             while not done.wait(0.5):

@@ -93,11 +93,16 @@ class Adaptation:
                 destination.copy_(state[name])
 
 
-def adapt(model: PreTrainedModel, device: torch.device, providers: Mapping[str, str] | None = None) -> Adaptation:
+def adapt(
+    model: PreTrainedModel,
+    device: torch.device,
+    providers: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Adaptation:
     """Probe and rewrite `model`, a structure of our own (see models/skeleton.py), for execution on `device`.
 
-    providers: op name -> provider, to override the choice by device. Raises UnsupportedModelError, and ValueError for
-    an unknown op or provider.
+    providers: op name -> provider, to override the choice by device. dtype: that the weights will have, None for the
+    one of `model`. Raises UnsupportedModelError, and ValueError for an unknown op or provider.
     """
     choices = choose(device, providers or {})
     seen = probe(model)
@@ -109,7 +114,7 @@ def adapt(model: PreTrainedModel, device: torch.device, providers: Mapping[str, 
     for site in seen.plan.sites:
         bind(model.get_submodule(site.module), step)
     # torch's grouped product knows no float64.
-    use_attention(model, PAGED, experts="batched_mm" if model.dtype == torch.float64 else "grouped_mm")
+    use_attention(model, PAGED, experts="batched_mm" if (dtype or model.dtype) == torch.float64 else "grouped_mm")
     module = AdaptedModel(model, seen.plan, step, choices["sample"]).eval()
     report = RewriteReport(architecture, verdict, seen.plan, outcomes, choices)
     return Adaptation(module, source, LoadPlan(stacks), report, device)

@@ -23,7 +23,7 @@ from models.report import CachePlan, CallSite, UnsupportedModelError
 from models.skeleton import on_meta
 
 RECORDING = "pagegraph_recording"
-_TOKENS, _LOGITS = 9, 3
+_TOKENS, _LOGITS = 37, 3  # 37: a size that nothing else in a model has
 # Arguments of the attention interface that carry nothing the paged op would have to honour.
 _IGNORED = {"dropout", "position_ids", "output_attentions", "output_router_logits", "use_cache", "output_hidden_states"}
 _HONOURED = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
@@ -180,7 +180,7 @@ def probe(model: PreTrainedModel) -> Probe:
     if not recorder.sites:
         raise recorder.refuse("the whole model", "no attention dispatches through transformers' attention interface")
     if not uses_positions:
-        raise recorder.refuse("forward", "it ignores position_ids, so it would count packed sequences as one")
+        raise recorder.refuse("forward", "it counts positions by itself, so it would take packed sequences for one")
     if logits.shape[:2] != (1, _LOGITS):
         raise recorder.refuse("forward", f"logits of shape {tuple(logits.shape)} do not follow logits_to_keep")
     _refuse_undispatched(meta, recorder)
@@ -195,21 +195,23 @@ def _call_hook(recorder: _Recorder, name: str) -> Callable[..., None]:
 
 
 class _Watch(TorchFunctionMode):
-    """Notices whether anything is computed from one tensor."""
+    """Notices whether anything is computed from the positions given, and whether the model counts some by itself."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, positions: Tensor) -> None:
         super().__init__()
-        self.tensor, self.used = tensor, False
+        self.positions, self.used, self.counted = positions, False, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and any(leaf is self.tensor for leaf in tree_leaves((args, kwargs))):
+        if isinstance(result, Tensor) and any(leaf is self.positions for leaf in tree_leaves((args, kwargs))):
             self.used = True
+        if func in (torch.arange, torch.range) and result.shape == (_TOKENS,):
+            self.counted = True
         return result
 
 
 def _run(meta: PreTrainedModel, recorder: _Recorder) -> tuple[Tensor, bool]:
-    """Run the forward pass; returns its logits and whether it computed anything from the positions given."""
+    """Run the forward pass; returns its logits and whether all positions in it are those given."""
     positions = torch.arange(_TOKENS, device="meta")[None]
     try:
         with torch.no_grad(), _Watch(positions) as watch:
@@ -226,7 +228,7 @@ def _run(meta: PreTrainedModel, recorder: _Recorder) -> tuple[Tensor, bool]:
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError) as error:
         where = next(reversed(recorder.calls), "forward") or "forward"
         raise recorder.refuse(where, f"its forward pass does not run on packed meta tensors ({error})") from error
-    return logits, watch.used
+    return logits, watch.used and not watch.counted
 
 
 def _refuse_state(meta: PreTrainedModel, recorder: _Recorder) -> None:
@@ -237,6 +239,8 @@ def _refuse_state(meta: PreTrainedModel, recorder: _Recorder) -> None:
         if any(word in layer_type for word in _STATEFUL_LAYERS):
             raise recorder.refuse("the whole model", f"layers of type {layer_type!r} keep recurrent state")
     for name, module in meta.named_modules():
+        if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
+            raise recorder.refuse(name, "its positions do not begin at 0 but after a padding index")
         if isinstance(module, nn.Conv1d):
             raise recorder.refuse(name, "a convolution over the sequence keeps state from token to token")
         rope = getattr(module, "rope_type", None)

@@ -26,11 +26,12 @@ def _check_siblings() -> None:
     here = Path(__file__).resolve().parent.parent
     for name in ("ops", "models", "graphs"):
         spec = importlib.util.find_spec(name)
-        found = Path(spec.origin).resolve() if spec is not None and spec.origin else None
+        places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or ())]
+        found = next((Path(place).resolve() for place in places if place), None)
         if found != here / name / "__init__.py":
             raise ImportError(
-                f"pagegraph needs its own package {name!r} in {here}, but Python finds "
-                f"{found or 'a package without a file'}: rename that one, or put pagegraph first on sys.path"
+                f"pagegraph needs its own package {name!r} in {here}, but Python finds {found}: two packages of one "
+                "name cannot be used together, so run from elsewhere or rename that one"
             )
 
 

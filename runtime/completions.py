@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from runtime.detokenizer import Decoder, IncrementalDetokenizer
 from runtime.outputs import CompletionOutput, RequestOutput
 from runtime.request import Request
@@ -12,7 +14,8 @@ class Completions:
 
     def __init__(self, root: Request, prompt: str | None, tokenizer: Decoder | None) -> None:
         self.root, self.prompt, self._tokenizer = root, prompt, tokenizer
-        self._detokenizers: dict[int, IncrementalDetokenizer] = {}
+        self._detokenizers: dict[int, IncrementalDetokenizer] = {}  # by child index
+        self._num_decoded: Counter[int] = Counter()  # output tokens that the detokenizer has taken
         if tokenizer is not None:  # now, since it decodes the prompt, which may raise
             self._detokenizer(root)
 
@@ -36,23 +39,31 @@ class Completions:
         forked = Completions(child, self.prompt, None)
         forked._tokenizer = self._tokenizer
         if self._tokenizer is not None:
-            params = child.params
-            parent = self._detokenizer(self.root)
+            params, parent = child.params, self._detokenizer(self.root)
             forked._detokenizers[child.child_index] = parent.fork(stop=tuple(params.stop), min_tokens=params.min_tokens)
+            forked._num_decoded[child.child_index] = self._num_decoded[self.root.child_index]
         return forked
 
-    def take(self, request: Request) -> str | None:
-        """Decode the newest token of one of the members, and what is held back once it has ended.
+    def take(self, member: Request) -> str | None:
+        """Decode what is new of one of the members, and what is held back once it has ended.
 
         Returns the stop string that is now complete, or None. Raises what the tokenizer raises.
         """
         if self._tokenizer is None:
             return None
-        detokenizer, stop = self._detokenizer(request), None
-        # A stop token has no text, and one that ended for want of blocks has no new token.
-        if request.finish_reason != "stop" and request.stop_reason != "kv_cache_full":
-            stop = detokenizer.append(request.token_ids[-1])
-        return detokenizer.finish() if stop is None and request.is_finished else stop
+        index = member.child_index
+        # On a copy: what interrupts the tokenizer half-way leaves the state before, and all is decoded again.
+        detokenizer, stop = self._detokenizer(member).copy(), None
+        # A token that ended the request has no text.
+        end = member.num_tokens - (member.finish_reason == "stop" and isinstance(member.stop_reason, int))
+        for token in member.token_ids[member.num_prompt_tokens + self._num_decoded[index] : end]:
+            stop = detokenizer.append(token)
+            if stop is not None:
+                break
+        if stop is None and member.is_finished:
+            stop = detokenizer.finish()
+        self._detokenizers[index], self._num_decoded[index] = detokenizer, end - member.num_prompt_tokens
+        return stop
 
     def output(self) -> RequestOutput:
         """The cumulative output of all completions."""

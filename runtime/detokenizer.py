@@ -65,10 +65,15 @@ class IncrementalDetokenizer:
         self._search_from = 0  # no match starts before
         self._matched: str | None = None
 
+    def copy(self) -> IncrementalDetokenizer:
+        """One of the same state, which goes its own way from here."""
+        copied = copy.copy(self)
+        copied._window = list(self._window)
+        return copied
+
     def fork(self, *, stop: tuple[str, ...], min_tokens: int) -> IncrementalDetokenizer:
         """A detokenizer that goes on from the same state; no match of its stop strings begins before here."""
-        forked = copy.copy(self)
-        forked._window = list(self._window)
+        forked = self.copy()
         forked._stop, forked._min_tokens = stop, min_tokens
         if stop != self._stop:
             forked._search_from = forked._num_shown = len(self._decoded)

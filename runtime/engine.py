@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -71,7 +71,8 @@ class Engine:
         self.executor = self._make_executor()
         self._arena = InputArena(self._loaded.device)
         self._completions: dict[str, Completions] = {}
-        self._undelivered: dict[str, RequestOutput] = {}
+        self._undelivered: dict[str, RequestOutput] = {}  # made while another method was stepping
+        self._news: dict[str, None] = {}  # ids, in order, of requests whose output is to be made
         self._arrivals = itertools.count()
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
         self._closed = False
@@ -198,7 +199,7 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether calling `step` again can return anything."""
-        return self.scheduler.has_unfinished() or bool(self._undelivered)
+        return self.scheduler.has_unfinished() or bool(self._undelivered or self._news)
 
     def abort_request(self, request_id: str) -> None:
         """End a request, its children too, and free its blocks; nothing more is returned of it.
@@ -231,7 +232,9 @@ class Engine:
             for prompt, one in zip(batch, each, strict=True):
                 ids.append(self.add_request(prompt, one))
             own = set(ids)
-            with tqdm(total=len(ids), desc="generate", unit="request", disable=not progress) as bar:
+            with tqdm(
+                total=len(ids), desc="generate", unit="request", disable=not (progress and self._progress)
+            ) as bar:
                 while len(finished) < len(ids):
                     for output in self._advance():
                         if output.request_id not in own:
@@ -362,17 +365,32 @@ class Engine:
         """Run one step; outputs of the requests that advanced or ended in it."""
         start = time.perf_counter()
         schedule = self.scheduler.schedule()
-        advanced = list(schedule.finished)
-        for request in advanced:
-            self._take_text(request)
+        self._note(schedule.finished)
         if schedule.rows:
-            advanced += self._run(schedule)
-        outputs = [self._output(root_id) for root_id in dict.fromkeys(request.root.request_id for request in advanced)]
+            self._note(self._run(schedule))
+        outputs = self._deliver()
         seconds = time.perf_counter() - start
         if any(map(_in_prompt, schedule.rows)):
             self.seconds.prefill += seconds
         else:
             self.seconds.decode += seconds
+        return outputs
+
+    def _note(self, requests: Iterable[Request]) -> None:
+        """Remember whose output is to be delivered: an interrupted step must not lose what it had."""
+        self._news.update(dict.fromkeys(request.root.request_id for request in requests))
+
+    def _deliver(self) -> list[RequestOutput]:
+        """Decode what is new and make the outputs; forget the requests that have ended."""
+        alive = [self._completions[request_id] for request_id in self._news if request_id in self._completions]
+        for completions in alive:
+            for member in completions.members:
+                self._take_text(completions, member)
+        outputs = [completions.output() for completions in alive if completions.root.request_id in self._completions]
+        for output in outputs:
+            if output.finished:
+                del self._completions[output.request_id]
+        self._news.clear()
         return outputs
 
     def _run(self, schedule: Schedule) -> list[Request]:
@@ -390,27 +408,18 @@ class Engine:
         advanced = self.scheduler.update(schedule, tokens[:num_draws])
         self._num_output_tokens += len(advanced)
         self._num_prompt_tokens += sum(row.num_tokens for row in schedule.rows if _in_prompt(row))
-        for request in advanced:
-            self._take_text(request)
         return advanced
 
-    def _take_text(self, request: Request) -> None:
-        """Decode what is new of a request, and end it if a stop string is complete, or if its tokenizer fails."""
+    def _take_text(self, completions: Completions, member: Request) -> None:
+        """Decode what is new of a completion, and end it if a stop string is complete, or if its tokenizer fails."""
         try:
-            stop = self._completions[request.root.request_id].take(request)
+            stop = completions.take(member)
         except Exception:
-            logger.exception("the tokenizer failed on %r, which ends", request.request_id)
-            self.scheduler.finish(request, "error")
+            logger.exception("the tokenizer failed on %r, which ends", member.request_id)
+            self.scheduler.finish(member, "error")
         else:
             if stop is not None:
-                self.scheduler.finish(request, "stop", stop)
-
-    def _output(self, request_id: str) -> RequestOutput:
-        """Make the cumulative output of a request; forget its text side if it has ended."""
-        output = self._completions[request_id].output()
-        if output.finished:
-            del self._completions[request_id]
-        return output
+                self.scheduler.finish(member, "stop", stop)
 
 
 def _in_prompt(row: ScheduledRow) -> bool:

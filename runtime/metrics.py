@@ -10,8 +10,8 @@ class EngineStats:
     """A snapshot. Counters run from the engine's start; prefix cache figures are in tokens.
 
     A preempted request finds its own blocks again when it resumes: those look-ups are counted apart (`resumed_…`),
-    since they say nothing about sharing. `kv_cache_usage` is the share of usable blocks in use. `num_recompiles` counts
-    compilations after the first, which should stay 0.
+    since they say nothing about sharing. `kv_cache_usage` is the share of usable blocks in use. `num_recompiles` is 0
+    unless the compiled graph was lost (torch._dynamo.reset()) and the engine went on uncompiled.
     """
 
     num_running: int

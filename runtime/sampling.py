@@ -100,7 +100,10 @@ def _integer(name: str, value: object, minimum: int | None = None, note: str = "
 def _number(name: str, value: object, supported: str, low: float, high: float = math.inf) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond any float
+        number = math.inf
     # Written so that nan fails too: no comparison with it is true.
     if not (low <= number <= high and math.isfinite(number)):
         raise ValueError(f"{name}={value!r} must be finite and {supported}")

@@ -139,7 +139,7 @@ def test_calls_are_recorded_by_module_with_the_identity_of_their_arguments() -> 
     inputs = [calls[f"model.layers.1.self_attn.{name}"][0].args[0] for name in ("q_proj", "k_proj", "v_proj")]
     assert inputs[0] is inputs[1] is inputs[2]
     assert inputs[0].is_meta
-    assert inputs[0].shape == (1, 9, 32)
+    assert inputs[0].shape == (1, 37, 32)
     assert calls["model.layers.1.mlp.gate_proj"][0].args[0] is not inputs[0]
     assert [len(calls[name]) for name in ("", "model.norm", "lm_head")] == [1, 1, 1]
 
@@ -343,5 +343,27 @@ def test_a_convolution_over_the_sequence_is_refused() -> None:
 def test_a_model_that_counts_positions_by_itself_is_refused() -> None:
     sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "vocab_size": 96}
     model = transformers.BartForCausalLM(transformers.BartConfig(**sizes, max_position_embeddings=64))
-    with pytest.raises(UnsupportedModelError, match="it ignores position_ids"):
+    with pytest.raises(UnsupportedModelError, match="it counts positions by itself"):
         probe(model)
+
+
+def test_positions_that_begin_after_padding_are_refused() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = transformers.RobertaConfig(**sizes, vocab_size=96, max_position_embeddings=66, is_decoder=True)
+    with pytest.raises(UnsupportedModelError, match="its positions do not begin at 0"):
+        probe(transformers.RobertaForCausalLM(config))
+
+
+def test_a_layer_that_counts_tokens_is_refused() -> None:
+    """Llama4 scales its layers without rope by a position that it counts in the step, whatever the positions are."""
+    config = transformers.Llama4TextConfig(
+        **SIZES,
+        head_dim=8,
+        intermediate_size_mlp=48,
+        num_local_experts=2,
+        layer_types=["full_attention"] * 3,
+        no_rope_layers=[1, 0, 1],
+        attn_temperature_tuning=True,
+    )
+    with pytest.raises(UnsupportedModelError, match="it counts positions by itself"):
+        probe(skeleton.build(config, torch.float32))

@@ -496,3 +496,48 @@ def test_close(llama: PreTrainedModel, make_engine: MakeEngine, hf_greedy: Greed
     for call in calls:
         with pytest.raises(ValueError, match=r"closed: make a new one with runtime\.compile"):
             call()
+
+
+def test_a_float32_model_with_experts_runs_in_float64(tiny_model, make_engine: MakeEngine, hf_greedy: Greedy) -> None:
+    model = tiny_model("mixtral")
+    output = make_engine(model, dtype="float64").generate(C, greedy(6), progress=False)[0]
+    assert tokens(output) == hf_greedy(model, C, 6)
+
+
+@pytest.mark.filterwarnings("ignore:max_model_len=40 is larger than the KV cache")
+@pytest.mark.parametrize("where", ["executor", "tokenizer"])
+def test_an_interrupted_step_loses_nothing(
+    llama: PreTrainedModel, make_engine: MakeEngine, byte_tokenizer, drain: Drain, monkeypatch, where: str
+) -> None:
+    """Ctrl-C at each of the steps in turn, then on: outputs, texts and a request that outgrew the pool all arrive."""
+    knobs = {"num_blocks": 5, "block_size": 4, "max_model_len": 40, "tokenizer": byte_tokenizer}
+    prompts = {"long": [5] * 9, "short": [6, 7]}
+
+    def run(interrupt_at: int | None) -> dict[str, tuple]:
+        engine, calls = make_engine(llama, **knobs), 0
+        target, name = (engine.executor, "run") if where == "executor" else (byte_tokenizer, "decode")
+        original = getattr(target, name)
+
+        def interrupted(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == interrupt_at:
+                raise KeyboardInterrupt
+            return original(*args, **kwargs)
+
+        for request_id, prompt in prompts.items():
+            engine.add_request(prompt, greedy(30 if request_id == "long" else 4), request_id=request_id)
+        with monkeypatch.context() as patch:
+            patch.setattr(target, name, interrupted)
+            last: dict[str, RequestOutput] = {}
+            while engine.has_unfinished_requests():
+                try:
+                    last.update({output.request_id: output for output in engine.step()})
+                except KeyboardInterrupt:
+                    engine.check_integrity()
+        return {name: (tokens(o), o.outputs[0].text, o.outputs[0].stop_reason, o.finished) for name, o in last.items()}
+
+    expected = run(None)
+    assert expected["long"][2:] == ("kv_cache_full", True)
+    for step in range(1, 12):
+        assert run(step) == expected, step
