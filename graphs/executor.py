@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Protocol
 
 import torch
 
-from graphs.capture import CapturedGraph, GraphLostError
+from graphs.capture import CapturedGraph, GraphLostError, compiler_missing
 from graphs.kv_cache import KVCache
 from models.adapted import AdaptedModel
 from models.step_inputs import StepInputs, StepOutputs
@@ -66,3 +67,17 @@ class CompiledExecutor:
                 self._lost = True
                 logger.warning("%s: this engine runs uncompiled from now on; make a new one to compile again", error)
         return self._eager.run(inputs)
+
+
+def make_executor(
+    module: AdaptedModel, cache: KVCache, device: torch.device, backend: str, *, progress: bool = True
+) -> Executor:
+    """Make the executor of a backend: "inductor" (compiles now; without a compiler warns and is eager) or "eager"."""
+    if backend == "inductor":
+        missing = compiler_missing(device)
+        if missing is None:
+            executor = CompiledExecutor(module, cache, device, progress=progress)
+            logger.info("compile: one graph in %.1f s", executor.graph.seconds)
+            return executor
+        warnings.warn(f"{missing} is not on this machine: running uncompiled (backend='eager')", stacklevel=4)
+    return EagerExecutor(module, cache)

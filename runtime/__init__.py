@@ -61,6 +61,7 @@ def compile(
     long_prefill_token_threshold: int = 0,
     enable_prefix_caching: bool = True,
     enable_chunked_prefill: bool = True,
+    scheduling_policy: str = "fcfs",
     seed: int = 0,
     providers: Mapping[str, str] | None = None,
     verify: bool = False,
@@ -86,6 +87,8 @@ def compile(
         long_prefill_token_threshold: most tokens of one prompt in a step; 0: the budget.
         enable_prefix_caching: let requests reuse the blocks of equal prefixes.
         enable_chunked_prefill: let a prompt run in pieces, mixed with other requests.
+        scheduling_policy: "fcfs" (first come, first served), or "priority": requests with a smaller
+            `add_request(priority=)` come sooner, and the largest is preempted first.
         seed: of the noise of requests that give none.
         providers: op name -> provider, to override the choice by device, e.g. {"sample": "reference"}.
         verify: run the acceptance test on a small random copy of the architecture first (chunked prefill and decode,
@@ -113,6 +116,7 @@ def compile(
         long_prefill_token_threshold=long_prefill_token_threshold,
         enable_prefix_caching=enable_prefix_caching,
         enable_chunked_prefill=enable_chunked_prefill,
+        scheduling_policy=scheduling_policy,
         seed=seed,
         providers=providers or {},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 BACKENDS = ("inductor", "eager")
+POLICIES = ("fcfs", "priority")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    scheduling_policy: str = "fcfs"
     seed: int = 0
     providers: Mapping[str, str] = field(default_factory=dict)
 
@@ -58,11 +61,17 @@ class EngineConfig:
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"seed must be a whole number, not {self.seed!r}")
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            warnings.warn(
+                f"long_prefill_token_threshold={self.long_prefill_token_threshold} is ignored: chunked prefill is off",
+                stacklevel=4,
+            )
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization!r}")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, not {self.backend!r}")
+        for name, choices in (("backend", BACKENDS), ("scheduling_policy", POLICIES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         if self.dtype not in ("auto", *DTYPES, *DTYPES.values()):
             names = ", ".join(DTYPES)
             raise ValueError(f"dtype must be 'auto' or one of {names}, by name or torch's own, not {self.dtype!r}")

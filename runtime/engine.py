@@ -17,8 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from graphs.capture import compiler_missing
-from graphs.executor import CompiledExecutor, EagerExecutor, Executor
+from graphs.executor import Executor, make_executor
 from graphs.inputs import InputArena
 from graphs.kv_cache import KVCache
 from models.checkpoint import resolve
@@ -31,7 +30,7 @@ from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.metrics import EngineStats, PhaseSeconds
 from runtime.model_loader import LoadedModel, load
 from runtime.outputs import RequestOutput
-from runtime.prompt import Prompt, as_batch, encode
+from runtime.prompt import Prompt, as_batch, check_arguments, encode
 from runtime.request import Request
 from runtime.sampling import SamplingParams
 from runtime.schedule import Schedule, ScheduledRow
@@ -66,9 +65,13 @@ class Engine:
             max_model_len=self.max_model_len,
             enable_chunked_prefill=self.config.enable_chunked_prefill,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
+            scheduling_policy=self.config.scheduling_policy,
         )
         self._cache = self._make_cache(num_blocks)
-        self.executor = self._make_executor()
+        start = time.perf_counter()
+        module, device = self._loaded.adaptation.module, self._loaded.device
+        self.executor: Executor = make_executor(module, self._cache, device, self.config.backend, progress=progress)
+        self.seconds.compile = time.perf_counter() - start
         self._arena = InputArena(self._loaded.device)
         self._completions: dict[str, Completions] = {}
         self._undelivered: dict[str, RequestOutput] = {}  # made while another method was stepping
@@ -84,18 +87,6 @@ class Engine:
         cache = KVCache(report.plan, num_blocks, self.config.block_size, loaded.dtype, loaded.device, copy)
         logger.info("kv cache: %d blocks of %d tokens, %.0f MiB", num_blocks, cache.block_size, cache.nbytes / 2**20)
         return cache
-
-    def _make_executor(self) -> Executor:
-        loaded, module, cache = self._loaded, self._loaded.adaptation.module, self._cache
-        if self.config.backend == "inductor":
-            missing = compiler_missing(loaded.device)
-            if missing is None:
-                executor = CompiledExecutor(module, cache, loaded.device, progress=self._progress)
-                self.seconds.compile = executor.graph.seconds
-                logger.info("compile: one graph in %.1f s", self.seconds.compile)
-                return executor
-            warnings.warn(f"{missing} is not on this machine: running uncompiled (backend='eager')", stacklevel=4)
-        return EagerExecutor(module, cache)
 
     @property
     def report(self) -> RewriteReport:
@@ -134,19 +125,19 @@ class Engine:
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> str:
         """Queue a prompt (text, or token ids) and return its id.
 
-        cache_salt: only requests with the same salt share cached prefixes. Raises ValueError for what can never run,
+        cache_salt: only requests with the same salt share cached prefixes. priority: smaller is sooner, under
+        scheduling_policy="priority"; ignored with a warning otherwise. Raises ValueError for what can never run,
         and then nothing has changed.
         """
         self._check_open()
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"params must be a runtime.SamplingParams, not {type(params).__name__}")
-        for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
-            if value is not None and not isinstance(value, str):
-                raise ValueError(f"{name} must be text, not {type(value).__name__}")
+        check_arguments(params, request_id, cache_salt, priority)
+        if priority and self.config.scheduling_policy != "priority":
+            warnings.warn('priority is ignored: give runtime.compile(..., scheduling_policy="priority")', stacklevel=2)
         token_ids = encode(prompt, params, self._model.tokenizer, self._model.vocab_size)
         arrival = next(self._arrivals)
         request = Request(
@@ -157,6 +148,7 @@ class Engine:
             eos_token_ids=self._model.eos_token_ids,
             max_model_len=self.max_model_len,
             cache_salt=cache_salt,
+            priority=priority,
             default_seed=self.config.seed,
         )
         self._check_new_id(request.request_id)
@@ -177,7 +169,9 @@ class Engine:
         completions = self._completions.get(request_id)
         if completions is None or completions.root.is_finished:
             raise ValueError(f"request {request_id!r} is unknown or has ended: only a live request can be forked")
-        params = replace(params or completions.root.params, n=1)
+        params = completions.root.params if params is None else params
+        check_arguments(params, new_id, None, 0)
+        params = replace(params, n=1)
         if params.max_tokens <= completions.root.num_output_tokens:
             raise ValueError(
                 f"request {request_id!r} has {completions.root.num_output_tokens} tokens already, so max_tokens="

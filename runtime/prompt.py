@@ -1,4 +1,4 @@
-"""What may be given as a prompt, and how it becomes token ids."""
+"""What may be given as a prompt and with it, and how it becomes token ids."""
 
 from __future__ import annotations
 
@@ -38,6 +38,17 @@ def encode(prompt: Prompt, params: SamplingParams, tokenizer: Any, vocab_size: i
         if bad:
             raise ValueError(f"{what} id {bad[0]} is out of the vocabulary; ids are 0 to {vocab_size - 1}")
     return token_ids
+
+
+def check_arguments(params: object, request_id: object, cache_salt: object, priority: object) -> None:
+    """Raise ValueError for what is given with a prompt and is of the wrong type."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params must be a runtime.SamplingParams, not {type(params).__name__}")
+    for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{name} must be text, not {type(value).__name__}")
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ValueError(f"priority must be a whole number, not {priority!r}")
 
 
 def _token_ids(prompt: Sequence[int]) -> list[int]:

@@ -28,7 +28,9 @@ class Request:
 
     `token_ids` is the prompt followed by the output. The first `num_computed_tokens` of them have their keys and values
     in the cache (or in a forward that was launched); `num_cached_tokens` of the prompt were found there at the first
-    admission. `arrival` orders requests. Raises ValueError for an empty prompt.
+    admission. `arrival` orders requests, after `priority` (smaller is sooner) where the scheduler honours it.
+
+    Raises ValueError for an empty prompt.
 
     One that asks for n completions is one request until its prompt has run; then `children` are forked off, one for
     each further completion. `root` is the request that the user added: itself, but for children.
@@ -44,12 +46,14 @@ class Request:
         eos_token_ids: frozenset[int],
         max_model_len: int,
         cache_salt: str | None = None,
+        priority: int = 0,
         default_seed: int = 0,
     ) -> None:
         if not prompt_token_ids:
             raise ValueError(f"the prompt of request {request_id!r} is empty: at least one token is needed")
         self.request_id = request_id
         self.arrival = arrival
+        self.priority = priority
         self.max_model_len = max_model_len
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)

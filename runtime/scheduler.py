@@ -7,22 +7,23 @@ chunk or the one token sampled last. `schedule` and `update` are the only two tr
 from __future__ import annotations
 
 import itertools
-import warnings
-from collections import deque
 from collections.abc import Sequence
 
 from runtime.admission import check_admissible
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.request import FinishReason, Request, RequestStatus
 from runtime.schedule import Schedule
+from runtime.waiting_queue import WaitingQueue
 
 
 class Scheduler:
-    """First come, first served over the blocks of `manager`, with preemption by recomputation.
+    """Serves requests over the blocks of `manager`, with preemption by recomputation.
+
+    `scheduling_policy`: "fcfs", or "priority": smaller `Request.priority` is sooner, at equal priority the earlier.
 
     `max_num_batched_tokens` is the budget of a step and may be below `max_num_seqs`, which it then caps.
     `long_prefill_token_threshold`, if not 0, caps a request's tokens in a step. Without chunked prefill a prompt runs
-    whole or waits. Raises ValueError for a limit out of range.
+    whole or waits. Limits are checked by EngineConfig.
     """
 
     def __init__(
@@ -34,27 +35,15 @@ class Scheduler:
         max_model_len: int,
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
+        scheduling_policy: str = "fcfs",
     ) -> None:
-        for name, value, least in (
-            ("max_num_seqs", max_num_seqs, 1),
-            ("max_num_batched_tokens", max_num_batched_tokens, 1),
-            ("max_model_len", max_model_len, 2),
-            ("long_prefill_token_threshold", long_prefill_token_threshold, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value} is not supported: it must be at least {least}")
-        if long_prefill_token_threshold and not enable_chunked_prefill:
-            warnings.warn(
-                f"long_prefill_token_threshold={long_prefill_token_threshold} is ignored: chunked prefill is off",
-                stacklevel=2,
-            )
-            long_prefill_token_threshold = 0
         self.manager = manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.enable_chunked_prefill = enable_chunked_prefill
-        self.max_tokens_per_row = long_prefill_token_threshold or max_num_batched_tokens
+        threshold = long_prefill_token_threshold if enable_chunked_prefill else 0
+        self.max_tokens_per_row = threshold or max_num_batched_tokens
         self.num_preemptions = 0
         # In tokens, counted at admission. A preempted request finds its own blocks again: that says nothing about how
         # well prompts share, so it is counted apart.
@@ -62,7 +51,7 @@ class Scheduler:
         self.resumed_cache_queries = self.resumed_cache_hits = 0
         self._requests: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
-        self._waiting: deque[Request] = deque()
+        self._waiting = WaitingQueue(by_priority=scheduling_policy == "priority")
 
     @property
     def num_running(self) -> int:
@@ -97,7 +86,7 @@ class Scheduler:
             enable_chunked_prefill=self.enable_chunked_prefill,
         )
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        self._waiting.add(request)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Take in `child`, a fork of the live request `parent`: it shares the blocks of a parent that runs.
@@ -110,7 +99,7 @@ class Scheduler:
             self._run_fork(parent, child)
         else:
             child.status, child.num_computed_tokens = RequestStatus.WAITING, 0
-            self._waiting.append(child)
+            self._waiting.add(child)
 
     def schedule(self) -> Schedule:
         """Choose the next step's rows and take their blocks: running requests first, then waiting ones.
@@ -225,15 +214,15 @@ class Scheduler:
 
     def _schedule_waiting(self, schedule: Schedule) -> None:
         slots = self._num_slots()
-        while self._waiting and slots + self._waiting[0].num_draws <= self.max_num_seqs:
-            request = self._waiting[0]
+        while self._waiting and slots + self._waiting.peek().num_draws <= self.max_num_seqs:
+            request = self._waiting.peek()
             if self._end_if_outgrown(request, schedule):
                 continue
             num_hit_tokens = self._take_blocks(request, schedule)
             if num_hit_tokens is None:  # stops admission, else smaller ones behind it could starve it
                 break
             num_tokens = self._admitted_tokens(request.num_tokens - num_hit_tokens, schedule)
-            self._waiting.popleft()
+            self._waiting.remove(request)
             self._admit(request, num_hit_tokens)
             slots += request.num_draws
             schedule.add(request, num_tokens)
@@ -277,8 +266,8 @@ class Scheduler:
         self._running[request.request_id] = request
 
     def _choose_victim(self) -> Request:
-        """The running request that is preempted next: the latest to arrive."""
-        return max(self._running.values(), key=lambda request: request.arrival)
+        """The running request that is preempted next: the last in rank."""
+        return max(self._running.values(), key=self._waiting.rank)
 
     def _preempt(self, request: Request) -> None:
         """Free a running request's blocks and put it, with all its tokens, at the front of the waiting queue."""
@@ -288,7 +277,7 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.appendleft(request)
+        self._waiting.put_back(request)
 
     def _end_if_outgrown(self, request: Request, schedule: Schedule) -> bool:
         """End a request whose tokens no longer fit in the whole pool, before anyone is preempted in vain for it."""

@@ -3,6 +3,7 @@
 Dimensions of the cache are chosen so that nothing else in the graph has them.
 """
 
+import copy
 import gc
 import re
 import warnings
@@ -78,8 +79,8 @@ class Compiled:
 
     def over(self, cache: KVCache) -> CompiledExecutor:
         """The same graph over another pool."""
-        other = object.__new__(CompiledExecutor)
-        other.graph, other._cache = self.executor.graph, cache
+        other = copy.copy(self.executor)
+        other._cache = cache
         return other
 
 

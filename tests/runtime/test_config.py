@@ -71,3 +71,8 @@ def test_a_gpu_that_is_not_there() -> None:
     assert EngineConfig().resolve_device() == CPU
     with pytest.raises(ValueError, match="sees no CUDA device; use device='cpu'"):
         EngineConfig(device="cuda").resolve_device()
+
+
+def test_a_threshold_without_chunking_is_ignored_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="long_prefill_token_threshold=3 is ignored: chunked prefill is off"):
+        EngineConfig(enable_chunked_prefill=False, long_prefill_token_threshold=3)

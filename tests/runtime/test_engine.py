@@ -541,3 +541,20 @@ def test_an_interrupted_step_loses_nothing(
     assert expected["long"][2:] == ("kv_cache_full", True)
     for step in range(1, 12):
         assert run(step) == expected, step
+
+
+def test_priority_under_its_policy_and_a_warning_without(
+    llama: PreTrainedModel, make_engine: MakeEngine, drain: Drain
+) -> None:
+    engine = make_engine(llama, scheduling_policy="priority", max_num_seqs=1)
+    for request_id, priority in (("low", 2), ("high", -2)):
+        engine.add_request(C, greedy(1), request_id=request_id, priority=priority)
+    assert [output.request_id for _ in range(2) for output in engine.step()] == ["high", "low"]
+    plain = make_engine(llama)
+    with pytest.warns(UserWarning, match='priority is ignored: give .*scheduling_policy="priority"'):
+        plain.add_request(C, greedy(1), priority=1)
+    drain(plain)
+    with pytest.raises(ValueError, match="priority must be a whole number"):
+        plain.add_request(C, greedy(1), priority=0.5)
+    with pytest.raises(ValueError, match="scheduling_policy must be one of fcfs, priority, not 'lifo'"):
+        make_engine(llama, scheduling_policy="lifo")

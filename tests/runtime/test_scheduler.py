@@ -49,7 +49,14 @@ class Driver:
         self.arrivals = 0
 
     def add(
-        self, name: str, prompt: Sequence[int], *, arrival: int | None = None, salt: str | None = None, **params: Any
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        arrival: int | None = None,
+        salt: str | None = None,
+        priority: int = 0,
+        **params: Any,
     ) -> Request:
         self.arrivals += 1
         request = Request(
@@ -60,6 +67,7 @@ class Driver:
             eos_token_ids=frozenset({EOS}),
             max_model_len=self.scheduler.max_model_len,
             cache_salt=salt,
+            priority=priority,
         )
         self.scheduler.add(request)
         return request
@@ -514,18 +522,59 @@ def test_a_late_reason_does_not_touch_a_new_request_of_the_same_id() -> None:
     assert new.output_token_ids == solo(new)
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
-def test_limits_below_their_least_are_refused(name: str) -> None:
-    limits: dict[str, Any] = {name: 0}
-    with pytest.raises(ValueError, match=f"{name}=0 is not supported"):
-        Driver(11, 4, **limits)
-
-
-def test_a_threshold_without_chunking_is_ignored_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="long_prefill_token_threshold=3 is ignored: chunked prefill is off"):
-        driver = Driver(11, 4, enable_chunked_prefill=False, long_prefill_token_threshold=3)
+def test_a_threshold_without_chunking_is_ignored() -> None:
+    driver = Driver(11, 4, enable_chunked_prefill=False, long_prefill_token_threshold=3)
     driver.add("a", tokens(9))
     assert rows(driver.step()) == [("a", 0, 9, True)]
+
+
+# --- priority ---
+
+
+def test_smaller_priority_is_sooner_and_arrival_decides_among_equals() -> None:
+    driver = Driver(30, 4, max_num_seqs=1, scheduling_policy="priority")
+    for name, priority in (("a", 5), ("b", -1), ("c", 5), ("d", 0)):
+        driver.add(name, [1, 2], priority=priority, max_tokens=1)
+    served = [rows(driver.step())[0][0] for _ in range(4)]
+    assert served == ["b", "d", "a", "c"]
+
+
+def test_the_largest_priority_is_preempted_and_the_latest_among_equals() -> None:
+    driver = Driver(11, 4, scheduling_policy="priority")
+    requests = {
+        name: driver.add(name, tokens(8, first), priority=priority, max_tokens=8)
+        for name, first, priority in (("urgent", 0, 0), ("low", 10, 9), ("early", 20, 3), ("late", 30, 3))
+    }
+    driver.step()
+    assert driver.manager.usage == 0.8
+    preempted = driver.step().preempted
+    assert [request.request_id for request in preempted] == ["low"], "before the later ones of smaller priority"
+    while not (more := driver.step().preempted):
+        pass
+    assert [request.request_id for request in more] == ["late"]
+    driver.finish_all()
+    assert all(request.output_token_ids == solo(request) for request in requests.values())
+
+
+def test_a_victim_that_was_scheduled_before_leaves_the_step() -> None:
+    """The first to run is the least urgent: the second needs its blocks, after it was given its row."""
+    driver = Driver(5, 4, scheduling_policy="priority")
+    low = driver.add("low", tokens(7), priority=1, max_tokens=4)
+    driver.step()
+    urgent = driver.add("urgent", tokens(8, 20), priority=0, max_tokens=4)
+    driver.step()
+    schedule = driver.step()
+    assert rows(schedule) == [("urgent", 8, 1, True)]
+    assert (schedule.num_tokens, schedule.preempted) == (1, [low])
+    driver.finish_all()
+    assert [low.output_token_ids, urgent.output_token_ids] == [solo(low), solo(urgent)]
+
+
+def test_fcfs_ignores_priority() -> None:
+    driver = Driver(30, 4, max_num_seqs=1)
+    driver.add("a", [1, 2], priority=5, max_tokens=1)
+    driver.add("b", [1, 2], priority=0, max_tokens=1)
+    assert [rows(driver.step())[0][0] for _ in range(2)] == ["a", "b"]
 
 
 # --- anything at all, in any order ---
@@ -542,6 +591,7 @@ class AnyOrder(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(1, 16),
         max_model_len=st.integers(4, 40),
         chunked_threshold=st.sampled_from([(True, 0), (True, 1), (True, 3), (False, 0)]),
+        scheduling_policy=st.sampled_from(["fcfs", "priority"]),
     )
     def start(self, chunked_threshold: tuple[bool, int], num_blocks: int, block_size: int, **limits: Any) -> None:
         chunked, threshold = chunked_threshold
@@ -559,6 +609,7 @@ class AnyOrder(RuleBasedStateMachine):
         salt=st.sampled_from([None, None, "x"]),
         arrival=st.none() | st.integers(0, 20),
         n=st.sampled_from([1, 1, 1, 2, 3]),
+        priority=st.integers(-1, 2),
     )
     def add(self, prompt: list[int], max_tokens: int, min_tokens: int, **rest: Any) -> None:
         name = str(len(self.requests))
