@@ -42,7 +42,11 @@ def use_lasting_compiler_cache() -> None:
 
     Side effect: sets TORCHINDUCTOR_CACHE_DIR in this process's environment.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    # torch itself puts its default into the environment when torch._dynamo is imported: that is not the user's choice.
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "inductor")
 
 
 class GraphLostError(RuntimeError):

@@ -70,7 +70,7 @@ def _generate(args: argparse.Namespace) -> None:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
         raise ValueError("an empty prompt: give some text to continue")
-    import runtime
+    import runtime.engine  # with torch and transformers: seconds that belong to no phase
     from models.checkpoint import resolve
     from runtime.config import EngineConfig
 

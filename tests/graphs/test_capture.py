@@ -5,12 +5,14 @@ Dimensions of the cache are chosen so that nothing else in the graph has them.
 
 import copy
 import gc
+import os
 import re
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +20,11 @@ import transformers
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from transformers import PretrainedConfig, PreTrainedModel
 
 import runtime
+from graphs import capture
 from graphs.executor import CompiledExecutor, EagerExecutor
 from graphs.inputs import InputArena, StepSizes
 from graphs.kv_cache import KVCache
@@ -398,3 +402,14 @@ def test_without_a_compiler_there_is_one_warning_and_the_right_tokens(monkeypatc
     for ids, output in zip((A, C), outputs, strict=True):
         expected = model.generate(torch.tensor([ids]), max_new_tokens=6, min_new_tokens=6, do_sample=False)
         assert output.outputs[0].token_ids == expected[0, len(ids) :].tolist()
+
+
+def test_compiled_files_last_unless_the_user_chose_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEGRAPH_CACHE_DIR", str(tmp_path))
+    for before, after in (
+        (default_cache_dir(), str(tmp_path / "inductor")),
+        (str(tmp_path / "mine"), str(tmp_path / "mine")),
+    ):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)
+        capture.use_lasting_compiler_cache()
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == after
