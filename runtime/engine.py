@@ -158,7 +158,9 @@ class Engine:
         return request.request_id
 
     def fork(self, request_id: str, params: SamplingParams | None = None, *, new_id: str | None = None) -> str:
-        """Let a live request go on twice from here, and return the new one's id. Nothing of it is computed again.
+        """Let a live request go on twice from here, and return the new one's id.
+
+        Nothing of a running request is computed again, unless max_num_seqs run already: then the fork waits its turn.
 
         The fork has the same tokens so far and shares their blocks; it draws noise of its own, so it diverges when it
         samples. It has one completion. params: its own from here on (None: the same); `max_tokens` counts the tokens
