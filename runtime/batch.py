@@ -9,6 +9,8 @@ from models.step_inputs import StepInputs
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.schedule import Schedule, ScheduledRow
 
+_MAX_FLOAT32, _MAX_INT32 = float(np.finfo(np.float32).max), np.iinfo(np.int32).max
+
 
 def fill(arena: InputArena, schedule: Schedule, manager: KVCacheManager) -> StepInputs:
     """Write the step's inputs into the arena and return the device's tensors. Side effect: the arena's content.
@@ -35,7 +37,7 @@ def fill(arena: InputArena, schedule: Schedule, manager: KVCacheManager) -> Step
 
 def _fill_tokens(host: StepInputs, rows: list[ScheduledRow], manager: KVCacheManager) -> None:
     """Tokens, positions, slots and block tables; and where each row that samples ends."""
-    input_ids, positions = host.input_ids.numpy(), host.positions.numpy()
+    input_ids, positions, seq_lens = host.input_ids.numpy(), host.positions.numpy(), host.seq_lens.numpy()
     table = host.block_table.numpy()[0]  # one cache group
     table[:] = 0
     lengths = np.array([row.num_tokens for row in rows])
@@ -46,7 +48,7 @@ def _fill_tokens(host: StepInputs, rows: list[ScheduledRow], manager: KVCacheMan
         positions[end - row.num_tokens : end] = np.arange(start, stop)
         width = manager.num_blocks_for(stop)
         table[index, :width] = manager.block_ids(row.request.request_id)[:width]
-        host.seq_lens.numpy()[index] = stop
+        seq_lens[index] = stop
     host.prev_row.numpy()[:] = -1
     host.prev_tokens.numpy()[:] = 0
     owner = np.repeat(np.arange(len(rows)), lengths)
@@ -62,16 +64,20 @@ def _fill_sampling(host: StepInputs, sampled: list[ScheduledRow], masked: list[t
     """One row of parameters per draw; a greedy one that nobody reads if there is none."""
     if not sampled:
         host.temperature.numpy()[:] = 0
+    temperature, top_k, top_p, min_p = (
+        tensor.numpy() for tensor in (host.temperature, host.top_k, host.top_p, host.min_p)
+    )
+    noise_key, noise_position = host.noise_key.numpy(), host.noise_position.numpy()
     masked_ids = host.masked_ids.numpy()
     masked_ids[:] = -1
     start = 0
     for row, ids in zip(sampled, masked, strict=True):
         request, params, draws = row.request, row.request.params, slice(start, start + row.num_draws)
-        host.temperature.numpy()[draws] = min(params.temperature, np.finfo(np.float32).max)
-        host.top_k.numpy()[draws] = min(params.top_k, np.iinfo(np.int32).max)
-        host.top_p.numpy()[draws] = params.top_p
-        host.min_p.numpy()[draws] = params.min_p
-        host.noise_key.numpy()[draws] = request.draw_keys()
-        host.noise_position.numpy()[draws] = request.num_tokens
+        temperature[draws] = min(params.temperature, _MAX_FLOAT32)
+        top_k[draws] = min(params.top_k, _MAX_INT32)
+        top_p[draws] = params.top_p
+        min_p[draws] = params.min_p
+        noise_key[draws] = request.draw_keys()
+        noise_position[draws] = request.num_tokens
         masked_ids[draws, : len(ids)] = ids
         start = draws.stop
