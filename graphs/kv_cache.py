@@ -26,37 +26,52 @@ class KVCache:
         # Uninitialised: a fresh pool costs no memory traffic, and no op may depend on what a free block holds.
         self.k = [self._empty(site.num_kv_heads, site.k_dim, dtype, device) for site in plan.caches]
         self.v = [self._empty(site.num_kv_heads, site.v_dim, dtype, device) for site in plan.caches]
-        for tensor in (*self.k, *self.v):
+        for tensor in self.tensors:
             tensor[0] = 0  # the null block: padding reads its first slot
 
     def _empty(self, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(self.num_blocks, self.block_size, heads, dim, dtype=dtype, device=device)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All K tensors and then all V tensors, as ops on whole blocks take them."""
+        return [*self.k, *self.v]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all K and V tensors."""
-        return sum(tensor.nbytes for tensor in (*self.k, *self.v))
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block in all K and V tensors."""
+        return self.nbytes // self.num_blocks
 
     def copy_blocks(self, src_dst: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks in all layers, in one call; pairs of block ids. Side effect: the destination blocks."""
-        self._copy([*self.k, *self.v], torch.tensor(src_dst, dtype=torch.int64, device=self.k[0].device))
+        self._copy(self.tensors, torch.tensor(src_dst, dtype=torch.int64, device=self.k[0].device))
 
 
 def usable_memory(device: torch.device) -> int:
     """Bytes the process may use on `device` in all: a GPU's total memory, or what the machine and its cgroup allow."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    limits = [psutil.virtual_memory().total, *_cgroup_limits()]
-    return min(limits)
+    return min([psutil.virtual_memory().total, *_cgroup_limits().values()])
 
 
-def _cgroup_limits() -> list[int]:
-    """Memory limits of this process's cgroup and of those above it (v2 and v1), in bytes; none if unlimited."""
+def free_host_memory() -> int:
+    """Bytes of the host's memory that the process can still take: what is available, and what its cgroups leave."""
+    left = [limit - _cgroup_usage(group) for group, limit in _cgroup_limits().items()]
+    return max(0, min([psutil.virtual_memory().available, *left]))
+
+
+def _cgroup_limits() -> dict[Path, int]:
+    """Memory limits in bytes, by folder, of this process's cgroup and of those above it (v2 and v1), if limited."""
     try:
         groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:  # not Linux
-        return []
-    limits = []
+        return {}
+    limits = {}
     for _, controllers, path in groups:
         root, file = Path("/sys/fs/cgroup"), "memory.max"
         if controllers == "memory":
@@ -68,8 +83,17 @@ def _cgroup_limits() -> list[int]:
             if folder == root.parent:
                 break
             if (limit := folder / file).exists() and (text := limit.read_text().strip()).isdigit():
-                limits.append(int(text))
+                limits[folder] = int(text)
     return limits
+
+
+def _cgroup_usage(group: Path) -> int:
+    """Bytes that a cgroup uses, less the inactive page cache: what Kubernetes calls its working set (v2 and v1)."""
+    for usage, reclaimable in (("memory.current", "inactive_file"), ("memory.usage_in_bytes", "total_inactive_file")):
+        if (group / usage).exists():
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            return int((group / usage).read_text()) - int(stat[reclaimable])
+    return 0
 
 
 def num_blocks_for_memory(

@@ -87,6 +87,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "paged_attention": reference.paged_attention,
     "write_kv": reference.write_kv,
     "copy_blocks": reference.copy_blocks,
+    "swap_blocks": reference.swap_blocks,
     "sample": sample,
 }
 for _op, _kernel in _REFERENCE.items():

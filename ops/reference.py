@@ -8,6 +8,9 @@ Slots that a query may not see can hold anything, NaN included, and masking the 
 NaN in the product with V. So the functions below never load such a slot at all.
 """
 
+from collections.abc import Iterator
+from itertools import groupby
+
 import torch
 from torch import Tensor
 
@@ -86,6 +89,33 @@ def copy_blocks(caches: list[Tensor], src_dst: Tensor) -> None:
     src, dst = src_dst.to(torch.int64).unbind(1)
     for cache in caches:
         cache.index_copy_(0, dst, cache.index_select(0, src))
+
+
+def swap_blocks(src: list[Tensor], dst: list[Tensor], src_dst: Tensor) -> None:
+    """Copy whole blocks from one set of caches to another, bit for bit, usually between a device and its host.
+
+    Args:
+        src, dst: as many tensors each, pairwise [N, block_size, Hk, D] of one dtype, contiguous; only their N may
+            differ. All of src are on one device and all of dst on one; dst is written in place and shares no memory
+            with src.
+        src_dst: [pairs, 2] int64 on the CPU, (block of src, block of dst), in any order. No block of dst comes twice.
+
+    It runs outside the graph, so it may read src_dst on the host. Between a GPU and pinned memory the copies are
+    queued on the current stream: the host must wait for the stream before it reads dst or writes src.
+
+    Raises RuntimeError for a block that is not there.
+    """
+    for first, target, count in _runs(src_dst.tolist()):
+        for source, destination in zip(src, dst, strict=True):
+            # narrow, unlike a slice, does not cut off what is out of range.
+            destination.narrow(0, target, count).copy_(source.narrow(0, first, count), non_blocking=True)
+
+
+def _runs(pairs: list[list[int]]) -> Iterator[tuple[int, int, int]]:
+    """Merge (src, dst) pairs into runs (first src, first dst, length) in which both ids go up by one."""
+    for _, run in groupby(enumerate(sorted(pairs)), lambda item: [block - item[0] for block in item[1]]):
+        (_, (src, dst)), *rest = run
+        yield src, dst, 1 + len(rest)
 
 
 def _decode(

@@ -24,6 +24,7 @@ SCHEMAS: dict[str, str] = {
     ),
     "write_kv": "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
     "copy_blocks": "(Tensor(a!)[] caches, Tensor src_dst) -> ()",
+    "swap_blocks": "(Tensor[] src, Tensor(a!)[] dst, Tensor src_dst) -> ()",
     "sample": (
         "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position, "
         "Tensor masked_ids) -> Tensor"
@@ -83,5 +84,6 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "paged_attention": _fake_paged_attention,
     "write_kv": _fake_nothing,
     "copy_blocks": _fake_nothing,
+    "swap_blocks": _fake_nothing,
     "sample": _fake_sample,
 }

@@ -37,11 +37,12 @@ def _check_siblings() -> None:
 
 _check_siblings()
 
+from runtime.beam_search import BeamSearchParams  # noqa: E402
 from runtime.outputs import CompletionOutput, RequestOutput  # noqa: E402
 from runtime.sampling import SamplingParams  # noqa: E402
 from runtime.suggest import reject_unknown  # noqa: E402
 
-__all__ = ["CompletionOutput", "RequestOutput", "SamplingParams", "compile"]
+__all__ = ["BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams", "compile"]
 
 
 def compile(
@@ -62,6 +63,8 @@ def compile(
     enable_prefix_caching: bool = True,
     enable_chunked_prefill: bool = True,
     scheduling_policy: str = "fcfs",
+    preemption: str = "auto",
+    swap_space: float = 4,
     seed: int = 0,
     providers: Mapping[str, str] | None = None,
     verify: bool = False,
@@ -89,6 +92,12 @@ def compile(
         enable_chunked_prefill: let a prompt run in pieces, mixed with other requests.
         scheduling_policy: "fcfs" (first come, first served), or "priority": requests with a smaller
             `add_request(priority=)` come sooner, and the largest is preempted first.
+        preemption: what becomes of the KV blocks of a request that has to make room. "swap": they are copied to the
+            host's memory and back; "recompute": they are freed, and computed again; "auto": for each preempted request,
+            whichever of copying its blocks out and in, at the measured copy rate, and computing them again, at the
+            measured prefill rate, is quicker. Without room on the host they are computed again.
+        swap_space: most host memory for blocks that are swapped out, in GiB; taken when a request is first swapped out,
+            and at most half of what is free at the start. 0: none.
         seed: of the noise of requests that give none.
         providers: op name -> provider, to override the choice by device, e.g. {"sample": "reference"}.
         verify: run the acceptance test on a small random copy of the architecture first (chunked prefill and decode,
@@ -117,6 +126,8 @@ def compile(
         enable_prefix_caching=enable_prefix_caching,
         enable_chunked_prefill=enable_chunked_prefill,
         scheduling_policy=scheduling_policy,
+        preemption=preemption,
+        swap_space=swap_space,
         seed=seed,
         providers=providers or {},
     )

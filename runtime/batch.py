@@ -47,7 +47,7 @@ def _fill_tokens(host: StepInputs, rows: list[ScheduledRow], manager: KVCacheMan
         input_ids[end - row.num_tokens : end] = row.request.token_ids[start:stop]
         positions[end - row.num_tokens : end] = np.arange(start, stop)
         width = manager.num_blocks_for(stop)
-        table[index, :width] = manager.block_ids(row.request.request_id)[:width]
+        table[index, :width] = manager.block_ids(row.request)[:width]
         seq_lens[index] = stop
     host.prev_row.numpy()[:] = -1
     host.prev_tokens.numpy()[:] = 0

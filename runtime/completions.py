@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from runtime.beam_search import BeamSearch
 from runtime.detokenizer import Decoder, IncrementalDetokenizer
 from runtime.outputs import CompletionOutput, RequestOutput
 from runtime.request import Request
@@ -34,6 +35,11 @@ class Completions:
         """Whether every completion has ended."""
         return all(member.is_finished for member in self.members)
 
+    @property
+    def is_deliverable(self) -> bool:
+        """Whether there is something to return: of a beam search, not before its end."""
+        return self.root.search is None or self.is_finished
+
     def fork(self, child: Request) -> Completions:
         """The completions of a fork of the root: its text goes on from here."""
         forked = Completions(child, self.prompt, None)
@@ -49,7 +55,7 @@ class Completions:
 
         Returns the stop string that is now complete, or None. Raises what the tokenizer raises.
         """
-        if self._tokenizer is None:
+        if self._tokenizer is None or member.search is not None:
             return None
         index = member.child_index
         # On a copy: what interrupts the tokenizer half-way leaves the state before, and all is decoded again.
@@ -67,16 +73,20 @@ class Completions:
 
     def output(self) -> RequestOutput:
         """The cumulative output of all completions."""
-        completions = [
-            CompletionOutput(
-                index=index,
-                token_ids=member.output_token_ids,
-                text=self._text(member),
-                finish_reason=member.finish_reason,
-                stop_reason=member.stop_reason,
-            )
-            for index, member in enumerate(self.members)
-        ]
+        completions = (
+            self._hypotheses(self.root.search)
+            if self.root.search is not None
+            else [
+                CompletionOutput(
+                    index=index,
+                    token_ids=member.output_token_ids,
+                    text=self._text(member),
+                    finish_reason=member.finish_reason,
+                    stop_reason=member.stop_reason,
+                )
+                for index, member in enumerate(self.members)
+            ]
+        )
         return RequestOutput(
             request_id=self.root.request_id,
             prompt=self.prompt,
@@ -85,6 +95,33 @@ class Completions:
             finished=self.is_finished,
             num_cached_tokens=self.root.num_cached_tokens,
         )
+
+    def _hypotheses(self, search: BeamSearch) -> list[CompletionOutput]:
+        """What a search has found, best first; nothing if it was cut off before its end."""
+        found = []
+        for index, hypothesis in enumerate(search.hypotheses if self.root.finish_reason in ("stop", "length") else ()):
+            ended = hypothesis.stop_reason is not None
+            found.append(
+                CompletionOutput(
+                    index=index,
+                    token_ids=hypothesis.token_ids,
+                    text=self._decode(hypothesis.token_ids[: len(hypothesis.token_ids) - ended]),
+                    finish_reason="stop" if ended else "length",
+                    stop_reason=hypothesis.stop_reason,
+                    score=hypothesis.score,
+                )
+            )
+        return found
+
+    def _decode(self, token_ids: list[int]) -> str:
+        if self._tokenizer is None:
+            return ""
+        prompt = self.root.token_ids[: self.root.num_prompt_tokens]
+        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt)
+        for token in token_ids:
+            detokenizer.append(token)
+        detokenizer.finish()
+        return detokenizer.text
 
     def _text(self, member: Request) -> str:
         return "" if self._tokenizer is None else self._detokenizer(member).text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 BACKENDS = ("inductor", "eager")
 POLICIES = ("fcfs", "priority")
+PREEMPTIONS = ("auto", "swap", "recompute")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     scheduling_policy: str = "fcfs"
+    preemption: str = "auto"
+    swap_space: float = 4  # GiB
     seed: int = 0
     providers: Mapping[str, str] = field(default_factory=dict)
 
@@ -69,12 +73,22 @@ class EngineConfig:
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization!r}")
-        for name, choices in (("backend", BACKENDS), ("scheduling_policy", POLICIES)):
+        for name, choices in (("backend", BACKENDS), ("scheduling_policy", POLICIES), ("preemption", PREEMPTIONS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+        self._check_swap_space()
         if self.dtype not in ("auto", *DTYPES, *DTYPES.values()):
             names = ", ".join(DTYPES)
             raise ValueError(f"dtype must be 'auto' or one of {names}, by name or torch's own, not {self.dtype!r}")
+
+    def _check_swap_space(self) -> None:
+        space = self.swap_space
+        if isinstance(space, bool) or not isinstance(space, int | float) or not 0 <= space < math.inf:
+            raise ValueError(f"swap_space must be a number of GiB, at least 0, not {space!r}")
+        if self.preemption == "swap" and space == 0:
+            raise ValueError("preemption='swap' needs a swap_space above 0; preemption='recompute' needs none")
+        if self.preemption == "recompute" and space != EngineConfig.__dataclass_fields__["swap_space"].default:
+            warnings.warn(f"swap_space={space} is ignored: preemption='recompute' swaps nothing out", stacklevel=5)
 
     def resolve_device(self) -> torch.device:
         """The device asked for; "auto" is the current GPU if there is one."""

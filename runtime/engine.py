@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,19 +18,21 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from graphs.executor import Executor, make_executor
-from graphs.inputs import InputArena
-from graphs.kv_cache import KVCache
+from graphs.activation_memory import peak_activation_bytes
+from graphs.inputs import StepSizes
 from models.checkpoint import resolve
 from models.report import RewriteReport
-from runtime.batch import fill
+from runtime.beam_search import BeamSearchParams
 from runtime.completions import Completions
 from runtime.config import EngineConfig
-from runtime.limits import batched_tokens, size_pool
+from runtime.limits import batched_tokens, size_pool, size_swap_space
 from runtime.memory.kv_cache_manager import KVCacheManager
+from runtime.memory_report import MemoryReport, take_report
 from runtime.metrics import EngineStats, PhaseSeconds
 from runtime.model_loader import LoadedModel, load
+from runtime.model_runner import ModelRunner
 from runtime.outputs import RequestOutput
+from runtime.preemption import Preemption
 from runtime.prompt import Prompt, as_batch, check_arguments, encode
 from runtime.request import Request
 from runtime.sampling import SamplingParams
@@ -37,6 +40,8 @@ from runtime.schedule import Schedule, ScheduledRow
 from runtime.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_WARNINGS = 60.0
 
 
 class Engine:
@@ -56,7 +61,11 @@ class Engine:
         self._progress = progress
         self._loaded = load(model, tokenizer, self.config, self.seconds, verify=verify, progress=progress)
         num_blocks, self.max_model_len = size_pool(self._loaded, self.config)
-        manager = KVCacheManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching)
+        num_swap_blocks = size_swap_space(self._loaded, self.config, num_blocks, self.max_model_len)
+        manager = KVCacheManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching, num_swap_blocks)
+        self.runner = ModelRunner(self._loaded, manager, self.config, progress=progress)
+        self.seconds.compile = self.runner.seconds
+        self._preemption = Preemption(manager, self.config.preemption, self.runner.copy_rate)
         self.max_num_batched_tokens = batched_tokens(self.config, self.max_model_len)
         self.scheduler = Scheduler(
             manager,
@@ -66,27 +75,15 @@ class Engine:
             enable_chunked_prefill=self.config.enable_chunked_prefill,
             long_prefill_token_threshold=self.config.long_prefill_token_threshold,
             scheduling_policy=self.config.scheduling_policy,
+            preemption=self._preemption,
         )
-        self._cache = self._make_cache(num_blocks)
-        start = time.perf_counter()
-        module, device = self._loaded.adaptation.module, self._loaded.device
-        self.executor: Executor = make_executor(module, self._cache, device, self.config.backend, progress=progress)
-        self.seconds.compile = time.perf_counter() - start
-        self._arena = InputArena(self._loaded.device)
         self._completions: dict[str, Completions] = {}
         self._undelivered: dict[str, RequestOutput] = {}  # made while another method was stepping
         self._news: dict[str, None] = {}  # ids, in order, of requests whose output is to be made
         self._arrivals = itertools.count()
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+        self._warned_at = float("-inf")  # of the last warning that requests are preempted
         self._closed = False
-
-    def _make_cache(self, num_blocks: int) -> KVCache:
-        loaded = self._loaded
-        report = loaded.adaptation.report
-        copy = report.providers["copy_blocks"]
-        cache = KVCache(report.plan, num_blocks, self.config.block_size, loaded.dtype, loaded.device, copy)
-        logger.info("kv cache: %d blocks of %d tokens, %.0f MiB", num_blocks, cache.block_size, cache.nbytes / 2**20)
-        return cache
 
     @property
     def report(self) -> RewriteReport:
@@ -121,7 +118,7 @@ class Engine:
     def add_request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         *,
         request_id: str | None = None,
         cache_salt: str | None = None,
@@ -129,12 +126,16 @@ class Engine:
     ) -> str:
         """Queue a prompt (text, or token ids) and return its id.
 
+        params: with BeamSearchParams nothing is returned of the request before it ends, since any beam may be dropped.
+
         cache_salt: only requests with the same salt share cached prefixes. priority: smaller is sooner, under
         scheduling_policy="priority"; ignored with a warning otherwise. Raises ValueError for what can never run,
         and then nothing has changed.
         """
         self._check_open()
-        params = SamplingParams() if params is None else params
+        search = params if isinstance(params, BeamSearchParams) else None
+        if params is None or isinstance(params, BeamSearchParams):
+            params = SamplingParams() if search is None else search.sampling
         check_arguments(params, request_id, cache_salt, priority)
         if priority and self.config.scheduling_policy != "priority":
             warnings.warn('priority is ignored: give runtime.compile(..., scheduling_policy="priority")', stacklevel=2)
@@ -150,8 +151,14 @@ class Engine:
             cache_salt=cache_salt,
             priority=priority,
             default_seed=self.config.seed,
+            beam_search=search,
         )
         self._check_new_id(request.request_id)
+        if request.search is not None and request.search.num_candidates > self._model.vocab_size:
+            raise ValueError(
+                f"beam_width={request.search.params.beam_width} needs {request.search.num_candidates} candidates, and "
+                f"the vocabulary has {self._model.vocab_size} tokens: lower beam_width"
+            )
         completions = Completions(request, prompt if isinstance(prompt, str) else None, self._model.tokenizer)
         self.scheduler.add(request)
         self._completions[request.request_id] = completions
@@ -164,26 +171,32 @@ class Engine:
 
         The fork has the same tokens so far and shares their blocks; it draws noise of its own, so it diverges when it
         samples. It has one completion. params: its own from here on (None: the same); `max_tokens` counts the tokens
-        that are there already. Of a request for n completions it is the first that goes on twice.
+        that are there already. Of a request for n completions it is the first that goes on twice, of a beam search
+        (which needs params) the best beam.
         Raises ValueError for an unknown or ended request, and for parameters that would end the fork at once.
         """
         self._check_open()
         completions = self._completions.get(request_id)
         if completions is None or completions.root.is_finished:
             raise ValueError(f"request {request_id!r} is unknown or has ended: only a live request can be forked")
-        params = completions.root.params if params is None else params
+        parent = completions.root
+        if parent.search is not None:
+            if params is None:
+                raise ValueError(f"request {request_id!r} is a beam search: give the SamplingParams of its fork")
+            parent = max(zip(parent.search.scores, parent.sequences, strict=False), key=lambda beam: beam[0])[1]
+        params = parent.params if params is None else params
         check_arguments(params, new_id, None, 0)
         params = replace(params, n=1)
-        if params.max_tokens <= completions.root.num_output_tokens:
+        if params.max_tokens <= parent.num_output_tokens:
             raise ValueError(
-                f"request {request_id!r} has {completions.root.num_output_tokens} tokens already, so max_tokens="
+                f"request {request_id!r} has {parent.num_output_tokens} tokens already, so max_tokens="
                 f"{params.max_tokens} leaves none for its fork: raise max_tokens"
             )
         new_id = new_id if new_id is not None else self._new_id(next(self._arrivals))
         self._check_new_id(new_id)
-        child = completions.root.fork(new_id, params=params)
+        child = parent.fork(new_id, params=params)
         self._completions[new_id] = completions.fork(child)
-        self.scheduler.fork(completions.root, child)
+        self.scheduler.fork(parent, child)
         return new_id
 
     def step(self) -> list[RequestOutput]:
@@ -210,7 +223,7 @@ class Engine:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None = None,
         *,
         progress: bool = True,
     ) -> list[RequestOutput]:
@@ -253,6 +266,8 @@ class Engine:
         self._check_open()
         if self._model.tokenizer is None:
             raise ValueError("streaming text needs a tokenizer: give runtime.compile(..., tokenizer=...)")
+        if isinstance(params, BeamSearchParams):
+            raise ValueError("a beam search has no text before its end: use generate, or add_request and step")
         if params is not None and params.n > 1:
             raise ValueError(f"n={params.n}: stream yields the text of one completion; use add_request and step")
         request_id, shown = self.add_request(prompt, params), 0
@@ -285,13 +300,35 @@ class Engine:
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
-            prefix_cache_queries=scheduler.prefix_cache_queries,
-            prefix_cache_hits=scheduler.prefix_cache_hits,
-            resumed_cache_queries=scheduler.resumed_cache_queries,
-            resumed_cache_hits=scheduler.resumed_cache_hits,
+            prefix_cache_queries=scheduler.admission.prefix_cache_queries,
+            prefix_cache_hits=scheduler.admission.prefix_cache_hits,
+            resumed_cache_queries=scheduler.admission.resumed_cache_queries,
+            resumed_cache_hits=scheduler.admission.resumed_cache_hits,
             kv_cache_usage=scheduler.manager.usage,
-            num_recompiles=self.executor.num_recompiles,
+            num_recompiles=self.runner.executor.num_recompiles,
         )
+
+    def memory_report(self) -> MemoryReport:
+        """Return who holds how much memory, and which blocks hold which tokens, now; print it to read it.
+
+        The first call estimates the activations, by one forward pass on tensors without memory.
+        """
+        self._check_open()
+        members = [member for completions in self._completions.values() for member in completions.members]
+        return take_report(
+            self.scheduler,
+            [sequence for member in members for sequence in member.sequences],
+            weights=self._loaded.weight_bytes,
+            activations=self._activation_bytes,
+            bytes_per_block=self.runner.cache.bytes_per_block,
+        )
+
+    @cached_property
+    def _activation_bytes(self) -> int:
+        """An estimate for the largest step: every sequence samples, and all of the token budget is used."""
+        tokens, sequences = self.max_num_batched_tokens, self.config.max_num_seqs
+        sizes = StepSizes(tokens=tokens, sequences=min(sequences, tokens), table_width=1, rows=sequences)
+        return peak_activation_bytes(self._loaded.adaptation.module, self.runner.cache, sizes, self._loaded.device)
 
     def check_integrity(self) -> None:
         """Check block tables, reference counts, free list and prefix cache; AssertionError prints what disagrees."""
@@ -325,7 +362,7 @@ class Engine:
         for request_id in list(self._completions):
             self.abort_request(request_id)
         self._closed = True
-        del self.executor, self._cache, self._loaded, self._arena
+        del self.runner, self._loaded
 
     def __enter__(self) -> Engine:
         return self
@@ -362,7 +399,9 @@ class Engine:
         start = time.perf_counter()
         schedule = self.scheduler.schedule()
         self._note(schedule.finished)
-        if schedule.rows:
+        if schedule.preempted:
+            self._warn_of_preemption()
+        if schedule.rows or schedule.swap_outs:
             self._note(self._run(schedule))
         outputs = self._deliver()
         seconds = time.perf_counter() - start
@@ -371,6 +410,13 @@ class Engine:
         else:
             self.seconds.decode += seconds
         return outputs
+
+    def _warn_of_preemption(self) -> None:
+        """At most once a minute."""
+        now = time.monotonic()
+        if now - self._warned_at >= _SECONDS_BETWEEN_WARNINGS:
+            self._warned_at = now
+            logger.warning(self._preemption.advice())
 
     def _note(self, requests: Iterable[Request]) -> None:
         """Remember whose output is to be delivered: an interrupted step must not lose what it had."""
@@ -382,7 +428,11 @@ class Engine:
         for completions in alive:
             for member in completions.members:
                 self._take_text(completions, member)
-        outputs = [completions.output() for completions in alive if completions.root.request_id in self._completions]
+        outputs = [
+            completions.output()
+            for completions in alive
+            if completions.is_deliverable and completions.root.request_id in self._completions
+        ]
         for output in outputs:
             if output.finished:
                 del self._completions[output.request_id]
@@ -392,16 +442,15 @@ class Engine:
     def _run(self, schedule: Schedule) -> list[Request]:
         """Launch the forward of a schedule and take its tokens. A failure ends the requests in it, not the engine."""
         self._num_steps += 1
+        start = time.perf_counter()
         try:
-            inputs = fill(self._arena, schedule, self.scheduler.manager)
-            if schedule.copies:
-                self._cache.copy_blocks(schedule.copies)
-            tokens = self.executor.run(inputs).tokens.tolist()
+            tokens, candidates = self.runner.run(schedule)
         except Exception:
             logger.exception("a step of %d tokens failed; its %d requests end", schedule.num_tokens, len(schedule.rows))
             return self.scheduler.fail(schedule)
-        num_draws = sum(row.num_draws for row in schedule.rows)
-        advanced = self.scheduler.update(schedule, tokens[:num_draws])
+        if any(row.num_tokens > 1 for row in schedule.rows):
+            self._preemption.note_prefill(schedule.num_tokens, time.perf_counter() - start)
+        advanced = self.scheduler.update(schedule, tokens, candidates)
         self._num_output_tokens += len(advanced)
         self._num_prompt_tokens += sum(row.num_tokens for row in schedule.rows if _in_prompt(row))
         return advanced

@@ -6,6 +6,7 @@ import logging
 import warnings
 
 from graphs.kv_cache import num_blocks_for_memory
+from graphs.swap_space import num_swap_blocks
 from runtime.config import EngineConfig
 from runtime.model_loader import LoadedModel
 
@@ -68,6 +69,25 @@ def _model_len(config: EngineConfig, loaded: LoadedModel, pool_tokens: int) -> i
             stacklevel=6,
         )
     return config.max_model_len
+
+
+def size_swap_space(loaded: LoadedModel, config: EngineConfig, num_blocks: int, max_model_len: int) -> int:
+    """Decide how many blocks the host may hold: swap_space, what is free, and what max_num_seqs requests can fill.
+
+    num_blocks: of the KV cache. Warns if there is no room for preemption="swap".
+    """
+    if config.preemption == "recompute":
+        return 0
+    bytes_per_block = loaded.adaptation.report.plan.bytes_per_token(loaded.dtype.itemsize) * config.block_size
+    requested = int(config.swap_space * 2**30)
+    blocks = num_swap_blocks(requested, bytes_per_block, loaded.device, num_blocks * bytes_per_block)
+    if config.preemption == "swap" and blocks == 0:
+        warnings.warn(
+            f"preemption='swap' is ignored: swap_space={config.swap_space} GiB and the host's free memory leave no "
+            f"room for a block of {bytes_per_block} bytes, so preempted requests are recomputed",
+            stacklevel=5,
+        )
+    return min(blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
 
 
 def batched_tokens(config: EngineConfig, max_model_len: int) -> int:

@@ -12,7 +12,8 @@ class CompletionOutput:
     """One completion so far: all of its tokens and text, not only what is new.
 
     `token_ids` keeps an ending EOS or stop token; `text` does not, nor a stop string. `stop_reason` is the token id or
-    the text that ended it, or "kv_cache_full".
+    the text that ended it, or "kv_cache_full". `score` is set by a beam search: the sum of the tokens'
+    log-probabilities over the length to the power of `length_penalty`; its completions come best first.
     """
 
     index: int
@@ -20,6 +21,7 @@ class CompletionOutput:
     text: str
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True)

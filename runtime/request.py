@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Literal
 
+from runtime.beam_search import BeamSearch, BeamSearchParams
 from runtime.memory.hashing import ExtraKeys, hash_block
 from runtime.sampling import SamplingParams, noise_key
 
@@ -34,6 +35,9 @@ class Request:
 
     One that asks for n completions is one request until its prompt has run; then `children` are forked off, one for
     each further completion. `root` is the request that the user added: itself, but for children.
+
+    One with a `search` is scheduled as a unit: itself, the `lead`, and its other `beams`, once there are any. Beams are
+    requests that have tokens and blocks of their own, but nobody else knows them.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class Request:
         cache_salt: str | None = None,
         priority: int = 0,
         default_seed: int = 0,
+        beam_search: BeamSearchParams | None = None,
     ) -> None:
         if not prompt_token_ids:
             raise ValueError(f"the prompt of request {request_id!r} is empty: at least one token is needed")
@@ -73,6 +78,27 @@ class Request:
         self._fork_indices = itertools.count(params.n)
         self._noise_seed = (default_seed, arrival) if params.seed is None else (params.seed, None)
         self._become(0, params)
+        self.lead = self
+        self.beams: list[Request] = []
+        self.num_common_tokens = 0  # of a preempted search: how many first tokens all its beams share
+        self.search: BeamSearch | None = None
+        if beam_search is not None:
+            self.search = BeamSearch(beam_search, self._ending_ids, self.max_output_tokens)
+
+    @property
+    def sequences(self) -> list[Request]:
+        """What of it may hold blocks: itself and its other beams."""
+        return [self, *self.beams]
+
+    @property
+    def num_goal_tokens(self) -> int:
+        """How many tokens it computes by itself: all it has, but of a preempted search those that its beams share."""
+        return self.num_common_tokens or len(self.token_ids)
+
+    @property
+    def num_slots(self) -> int:
+        """How many sequences it may become by itself while it runs."""
+        return self.num_draws if self.search is None else self.search.params.beam_width
 
     @property
     def num_draws(self) -> int:
@@ -92,13 +118,20 @@ class Request:
         child = copy.copy(self)
         child.request_id = request_id
         child.token_ids, child.block_hashes, child.children = list(self.token_ids), list(self.block_hashes), []
+        child.lead, child.beams, child.search = child, [], None
         if child_index is None:
             child.root = child
         child._become(next(self._fork_indices) if child_index is None else child_index, params or self.params)
         return child
 
+    def take_over(self, other: Request) -> None:
+        """Become a copy of another beam, in tokens and computed state; blocks are the caller's part."""
+        self.token_ids, self.block_hashes = list(other.token_ids), list(other.block_hashes)
+        self.num_computed_tokens = other.num_computed_tokens
+
     def _become(self, child_index: int, params: SamplingParams) -> None:
         self.child_index, self.params = child_index, params
+        self.max_output_tokens = min(params.max_tokens, self.max_model_len - self.num_prompt_tokens)
         self.noise_key = self._noise_key(child_index)
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         self._ending_ids = eos | frozenset(params.stop_token_ids)
@@ -137,7 +170,7 @@ class Request:
         self.token_ids.append(token)
         if token in self._ending_ids and self.num_output_tokens >= self.params.min_tokens:
             self.finish("stop", token)
-        elif self.num_output_tokens >= self.params.max_tokens or self.num_tokens >= self.max_model_len:
+        elif self.num_output_tokens >= self.max_output_tokens:
             self.finish("length")
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:

@@ -49,18 +49,18 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        top_k = _integer("top_k", self.top_k, -1, "-1 or 0 turns it off")
+        top_k = check_integer("top_k", self.top_k, -1, "-1 or 0 turns it off")
         normalised = {
-            "max_tokens": _integer("max_tokens", self.max_tokens, 1),
-            "n": _integer("n", self.n, 1),
-            "temperature": _number("temperature", self.temperature, "0 (greedy) or above", 0.0),
-            "top_p": _number("top_p", self.top_p, "in (0, 1]; 1 turns it off", math.nextafter(0.0, 1.0), 1.0),
+            "max_tokens": check_integer("max_tokens", self.max_tokens, 1),
+            "n": check_integer("n", self.n, 1),
+            "temperature": check_number("temperature", self.temperature, "0 (greedy) or above", 0.0),
+            "top_p": check_number("top_p", self.top_p, "in (0, 1]; 1 turns it off", math.nextafter(0.0, 1.0), 1.0),
             "top_k": max(top_k, 0),
-            "min_p": _number("min_p", self.min_p, "in [0, 1]; 0 turns it off", 0.0, 1.0),
-            "seed": None if self.seed is None else _integer("seed", self.seed),
+            "min_p": check_number("min_p", self.min_p, "in [0, 1]; 0 turns it off", 0.0, 1.0),
+            "seed": None if self.seed is None else check_integer("seed", self.seed),
             "stop": _stop_texts(self.stop),
-            "stop_token_ids": _token_ids(self.stop_token_ids),
-            "min_tokens": _integer("min_tokens", self.min_tokens, 0),
+            "stop_token_ids": check_token_ids(self.stop_token_ids),
+            "min_tokens": check_integer("min_tokens", self.min_tokens, 0),
         }
         for name, value in normalised.items():
             object.__setattr__(self, name, value)
@@ -89,7 +89,8 @@ def noise_key(seed: int, prompt_digest: bytes, child_index: int = 0, arrival: in
     return int.from_bytes(blake2b(fields_read + prompt_digest, digest_size=8).digest(), "little", signed=True)
 
 
-def _integer(name: str, value: object, minimum: int | None = None, note: str = "") -> int:
+def check_integer(name: str, value: object, minimum: int | None = None, note: str = "") -> int:
+    """The value of a field as an int. Raises ValueError for what is none, or less than `minimum`."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ValueError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
     if minimum is not None and value < minimum:
@@ -97,7 +98,8 @@ def _integer(name: str, value: object, minimum: int | None = None, note: str = "
     return operator.index(value)
 
 
-def _number(name: str, value: object, supported: str, low: float, high: float = math.inf) -> float:
+def check_number(name: str, value: object, supported: str, low: float = -math.inf, high: float = math.inf) -> float:
+    """The value of a field as a float. Raises ValueError unless it is finite and within [low, high]."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
     try:
@@ -121,7 +123,8 @@ def _stop_texts(value: object) -> tuple[str, ...]:
     return texts
 
 
-def _token_ids(value: object) -> tuple[int, ...]:
+def check_token_ids(value: object) -> tuple[int, ...]:
+    """Stop tokens as a tuple of ints. Raises ValueError for anything else."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f"stop_token_ids={value!r} must be several token ids")
-    return tuple(_integer("an entry of stop_token_ids", token, 0) for token in value)
+    return tuple(check_integer("an entry of stop_token_ids", token, 0) for token in value)

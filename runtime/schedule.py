@@ -26,10 +26,13 @@ class ScheduledRow:
 class Schedule:
     """One step: rows to run, `num_tokens` in all; who was preempted for it; who ended because the pool is too small.
 
-    `copies` are (source, destination) block ids to copy before the forward.
+    Before the forward blocks move, in this order, each pair a (source, destination) of block ids: `swap_outs` from the
+    device to the host, `swap_ins` back from it, `copies` on the device.
     """
 
     rows: list[ScheduledRow] = field(default_factory=list)
+    swap_outs: list[tuple[int, int]] = field(default_factory=list)
+    swap_ins: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
@@ -43,6 +46,6 @@ class Schedule:
         self.num_tokens += num_tokens
 
     def drop(self, request: Request) -> None:
-        """Take the row of `request` out again, if it has one, and give its tokens back."""
-        self.rows = [row for row in self.rows if row.request is not request]
+        """Take the rows of `request` out again, those of its beams too, and give their tokens back."""
+        self.rows = [row for row in self.rows if row.request.lead is not request]
         self.num_tokens = sum(row.num_tokens for row in self.rows)

@@ -9,15 +9,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from runtime.admission import check_admissible
+from runtime import beams
+from runtime.admission import Admission, check_admissible
+from runtime.beam_search import Candidates
 from runtime.memory.kv_cache_manager import KVCacheManager
+from runtime.preemption import Preemption
 from runtime.request import FinishReason, Request, RequestStatus
 from runtime.schedule import Schedule
 from runtime.waiting_queue import WaitingQueue
 
 
 class Scheduler:
-    """Serves requests over the blocks of `manager`, with preemption by recomputation.
+    """Serves requests over the blocks of `manager`, with preemption by `preemption`; None: by recomputation.
 
     `scheduling_policy`: "fcfs", or "priority": smaller `Request.priority` is sooner, at equal priority the earlier.
 
@@ -36,8 +39,10 @@ class Scheduler:
         enable_chunked_prefill: bool = True,
         long_prefill_token_threshold: int = 0,
         scheduling_policy: str = "fcfs",
+        preemption: Preemption | None = None,
     ) -> None:
         self.manager = manager
+        self.preemption = preemption or Preemption(manager)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -45,10 +50,11 @@ class Scheduler:
         threshold = long_prefill_token_threshold if enable_chunked_prefill else 0
         self.max_tokens_per_row = threshold or max_num_batched_tokens
         self.num_preemptions = 0
-        # In tokens, counted at admission. A preempted request finds its own blocks again: that says nothing about how
-        # well prompts share, so it is counted apart.
-        self.prefix_cache_queries = self.prefix_cache_hits = 0
-        self.resumed_cache_queries = self.resumed_cache_hits = 0
+        self.admission = Admission(
+            manager,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_chunked=enable_chunked_prefill,
+        )
         self._requests: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
         self._waiting = WaitingQueue(by_priority=scheduling_policy == "priority")
@@ -97,9 +103,12 @@ class Scheduler:
         self._requests[child.request_id] = child
         if parent.status is RequestStatus.RUNNING and self._num_slots() < self.max_num_seqs:
             self._run_fork(parent, child)
-        else:
-            child.status, child.num_computed_tokens = RequestStatus.WAITING, 0
-            self._waiting.add(child)
+            return
+        child.status, child.num_computed_tokens = RequestStatus.WAITING, 0
+        if self.manager.is_swapped(parent):
+            self.manager.fork(parent, child)
+            child.status = RequestStatus.PREEMPTED
+        self._waiting.add(child)
 
     def schedule(self) -> Schedule:
         """Choose the next step's rows and take their blocks: running requests first, then waiting ones.
@@ -110,33 +119,50 @@ class Scheduler:
         self._schedule_running(schedule)
         if not schedule.preempted:
             self._schedule_waiting(schedule)
+        schedule.swap_outs = self.manager.pending_swap_outs
+        schedule.swap_ins = self.manager.pending_swap_ins
         schedule.copies = self.manager.pending_copies
+        self.preemption.num_blocks_swapped_out += len(schedule.swap_outs)
+        self.preemption.num_blocks_swapped_in += len(schedule.swap_ins)
         return schedule
 
-    def update(self, schedule: Schedule, tokens: Sequence[int]) -> list[Request]:
-        """Take the tokens of a launched step: `num_draws` for each row, in row order.
+    def update(self, schedule: Schedule, tokens: Sequence[int], candidates: Sequence[Candidates] = ()) -> list[Request]:
+        """Take the tokens of a launched step: `num_draws` for each row, in row order; and of the rows that sample for a
+        beam search, whose token counts for nothing, the candidates.
 
-        Publishes the blocks that became full, forks the children of requests for n completions, appends the tokens, and
-        ends requests, whose blocks return to the pool. Rows whose request ended since `schedule` are passed over.
-        Returns the requests that got a token.
+        Publishes the blocks that became full, forks the children of requests for n completions, appends the tokens,
+        chooses beams, and ends requests, whose blocks return to the pool. Rows whose request ended since `schedule` are
+        passed over. Returns the requests that got a token.
         """
         assert len(tokens) == sum(row.num_draws for row in schedule.rows)
-        self.manager.finish_copies()
-        sampled = iter(tokens)
+        self.manager.finish_transfers()
+        sampled, offered = iter(tokens), iter(candidates)
         advanced = []
+        searches: dict[Request, dict[Request, Candidates]] = {}
         for row in schedule.rows:
             drawn = list(itertools.islice(sampled, row.num_draws))
-            request = row.request
+            request, lead = row.request, row.request.lead
+            offer = next(offered) if drawn and lead.search else None
             if request.status is not RequestStatus.RUNNING:
                 continue
             request.num_computed_tokens = row.start + row.num_tokens
             self.manager.publish(request, request.num_computed_tokens)
+            if offer is not None:
+                searches.setdefault(lead, {})[request] = offer
+                continue
+            if request.num_common_tokens:
+                beams.fork_off(request, self.manager)
             family = [request, *self._divide(request)] if row.num_draws > 1 else [request]
             for member, token in zip(family, drawn, strict=False):
                 member.append_token(token)
                 advanced.append(member)
                 if member.is_finished:
                     self._release(member)
+        for lead, offers in searches.items():
+            beams.select(lead, offers, self.manager)
+            advanced.append(lead)
+            if lead.is_finished:
+                self._release(lead)
         return advanced
 
     def fail(self, schedule: Schedule) -> list[Request]:
@@ -144,8 +170,9 @@ class Scheduler:
 
         Returns the requests that it ended.
         """
-        self.manager.finish_copies()
-        failed = [row.request for row in schedule.rows if row.request.status is RequestStatus.RUNNING]
+        self.manager.abandon_transfers()
+        leads = dict.fromkeys(row.request.lead for row in schedule.rows)
+        failed = [lead for lead in leads if lead.status is RequestStatus.RUNNING]
         for request in failed:
             self.finish(request, "error")
         return failed
@@ -162,9 +189,10 @@ class Scheduler:
             self.finish(request, "abort")
 
     def preempt_all(self) -> None:
-        """Preempt every running request, so that the whole cache may be dropped; they keep their order."""
+        """Make every request compute its tokens anew, so that all that is cached may be dropped; their order stays."""
         for request in reversed(list(self._running.values())):
-            self._preempt(request)
+            self._preempt(request, keep=False)
+        self.manager.forget_swapped()
 
     def _divide(self, request: Request) -> list[Request]:
         """Fork off the children of a request for n completions, all before any token is appended."""
@@ -185,7 +213,7 @@ class Scheduler:
 
     def _num_slots(self) -> int:
         """Running requests, those counted that they will divide into."""
-        return sum(request.num_draws for request in self._running.values())
+        return sum(request.num_slots for request in self._running.values())
 
     def _schedule_running(self, schedule: Schedule) -> None:
         for request in list(self._running.values()):
@@ -194,87 +222,75 @@ class Scheduler:
             budget = self.max_num_batched_tokens - schedule.num_tokens
             if budget == 0:
                 break
-            remaining = request.num_tokens - request.num_computed_tokens
-            num_tokens = min(remaining, budget, self.max_tokens_per_row)
-            if self._grow(request, num_tokens, schedule):
-                schedule.add(request, num_tokens)
+            rows = self._next_rows(request, budget)
+            if self._grow(request, rows, schedule):
+                for sequence, num_tokens in rows:
+                    schedule.add(sequence, num_tokens)
 
-    def _grow(self, request: Request, num_tokens: int, schedule: Schedule) -> bool:
+    def _next_rows(self, request: Request, budget: int) -> list[tuple[Request, int]]:
+        """What runs next of a running request, as (sequence, number of tokens): none if its beams need more budget."""
+        if request.beams:
+            return beams.next_rows(request, budget, self.max_tokens_per_row)
+        return [(request, min(request.num_tokens - request.num_computed_tokens, budget, self.max_tokens_per_row))]
+
+    def _grow(self, request: Request, rows: list[tuple[Request, int]], schedule: Schedule) -> bool:
         """Find blocks for the next tokens of a running request, preempting others; False if it has left itself."""
         if self._end_if_outgrown(request, schedule):
             return False
-        while self.manager.allocate_slots(request, request.num_computed_tokens + num_tokens) is None:
-            victim = self._choose_victim()
-            self._preempt(victim)
-            schedule.preempted.append(victim)
-            schedule.drop(victim)
-            if victim is request:
-                return False
+        for sequence, num_tokens in rows:
+            end = sequence.num_computed_tokens + num_tokens
+            while self.manager.allocate_slots(sequence, end) is None:
+                self._note_shortage(sequence, end)
+                victim = self._choose_victim()
+                self._preempt(victim)
+                schedule.preempted.append(victim)
+                schedule.drop(victim)
+                if victim is request:
+                    return False
         return True
 
     def _schedule_waiting(self, schedule: Schedule) -> None:
-        slots = self._num_slots()
-        while self._waiting and slots + self._waiting.peek().num_draws <= self.max_num_seqs:
+        slots = self._num_slots() if self._waiting else 0
+        while self._waiting and slots + self._waiting.peek().num_slots <= self.max_num_seqs:
             request = self._waiting.peek()
             if self._end_if_outgrown(request, schedule):
                 continue
-            num_hit_tokens = self._take_blocks(request, schedule)
-            if num_hit_tokens is None:  # stops admission, else smaller ones behind it could starve it
+            budget = self.max_num_batched_tokens - schedule.num_tokens
+            if not self.admission.admit(request, budget):  # stops here, else smaller ones behind it could starve it
                 break
-            num_tokens = self._admitted_tokens(request.num_tokens - num_hit_tokens, schedule)
             self._waiting.remove(request)
-            self._admit(request, num_hit_tokens)
-            slots += request.num_draws
-            schedule.add(request, num_tokens)
-
-    def _take_blocks(self, request: Request, schedule: Schedule) -> int | None:
-        """Allocate a waiting request's blocks; returns how many of its tokens the cache had, or None if it must wait.
-
-        Blocks for the whole prompt, even if only a chunk of it runs now: two prompts that each fill most of the pool
-        would otherwise both be admitted and preempt each other in the middle, over and over.
-        """
-        hits, num_hit_tokens = self.manager.get_computed_blocks(request)
-        inside = num_hit_tokens % self.manager.block_size
-        # A hit that ends inside a block needs one block more until it is copied; where that is missing, whole blocks.
-        for blocks, num_tokens in ((hits, num_hit_tokens), (hits[:-1], num_hit_tokens - inside))[: 2 if inside else 1]:
-            if not self._admitted_tokens(request.num_tokens - num_tokens, schedule):
-                return None
-            if self.manager.allocate_slots(request, request.num_tokens, blocks, num_tokens) is not None:
-                return num_tokens
-        return None
-
-    def _admitted_tokens(self, remaining: int, schedule: Schedule) -> int:
-        """How many of a waiting request's `remaining` tokens run now; 0 if it must wait."""
-        budget = self.max_num_batched_tokens - schedule.num_tokens
-        # Only a preempted request's prompt and output can exceed a whole budget: it is cut even without chunking,
-        # since it could never run otherwise.
-        if not self.enable_chunked_prefill and budget < remaining <= self.max_num_batched_tokens:
-            return 0
-        return min(remaining, budget, self.max_tokens_per_row)
-
-    def _admit(self, request: Request, num_hit_tokens: int) -> None:
-        queried = request.num_tokens if self.manager.enable_prefix_caching else 0
-        if request.status is RequestStatus.PREEMPTED:
-            self.resumed_cache_queries += queried
-            self.resumed_cache_hits += num_hit_tokens
-        else:
-            request.num_cached_tokens = num_hit_tokens
-            self.prefix_cache_queries += queried
-            self.prefix_cache_hits += num_hit_tokens
-        request.num_computed_tokens = num_hit_tokens
-        request.status = RequestStatus.RUNNING
-        self._running[request.request_id] = request
+            self._running[request.request_id] = request
+            slots += request.num_slots
+            for sequence, num_tokens in self._next_rows(request, budget):
+                schedule.add(sequence, num_tokens)
 
     def _choose_victim(self) -> Request:
         """The running request that is preempted next: the last in rank."""
         return max(self._running.values(), key=self._waiting.rank)
 
-    def _preempt(self, request: Request) -> None:
-        """Free a running request's blocks and put it, with all its tokens, at the front of the waiting queue."""
-        self.manager.free(request)
+    def _note_shortage(self, sequence: Request, num_tokens: int) -> None:
+        """Tell what would have sufficed for a sequence to grow, beside all that run and all that were preempted."""
+        manager = self.manager
+        needed = manager.num_blocks_for(num_tokens) - len(manager.block_ids(sequence))
+        held = manager.num_usable_blocks - manager.pool.num_free_blocks
+        waiting = sum(manager.num_blocks_for(one.num_tokens) for one in self._waiting.preempted())
+        self.preemption.note_shortage(held + max(1, needed) + waiting, self._num_slots() - 1)
+
+    def _preempt(self, request: Request, *, keep: bool = True) -> None:
+        """Take a running request's blocks and put it, with all its tokens, at the front of the waiting queue.
+
+        keep: its keys and values may be swapped out.
+        """
+        running = [sequence for sequence in request.sequences if sequence.status is RequestStatus.RUNNING]
+        if keep:
+            self.preemption.release(running)
+        else:
+            for sequence in running:
+                self.manager.free(sequence)
         del self._running[request.request_id]
-        request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
+        for sequence in running:
+            sequence.status = RequestStatus.PREEMPTED
+            sequence.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.put_back(request)
@@ -291,6 +307,8 @@ class Scheduler:
         if self._requests.get(request.request_id) is not request:
             return
         del self._requests[request.request_id]
-        self.manager.free(request)
+        for sequence in request.sequences:
+            self.manager.free(sequence)
+            sequence.status = RequestStatus.FINISHED
         if self._running.pop(request.request_id, None) is None:
             self._waiting.remove(request)

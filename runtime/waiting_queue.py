@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
+from collections.abc import Iterator
 
-from runtime.request import Request
+from runtime.request import Request, RequestStatus
 
 
 class WaitingQueue:
@@ -39,6 +40,10 @@ class WaitingQueue:
     def peek(self) -> Request:
         """The request that is served next."""
         return self._requests[0]
+
+    def preempted(self) -> Iterator[Request]:
+        """Those that ran before."""
+        return (request for request in self._requests if request.status is RequestStatus.PREEMPTED)
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""

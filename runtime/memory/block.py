@@ -13,7 +13,8 @@ class KVCacheBlock:
     """One physical block: room for `block_size` tokens' keys and values in every layer.
 
     `ref_cnt` is the number of block tables that hold it, and of copies that are still to read it. `content` is set
-    while the block is published in the prefix cache, free or not. The links belong to `FreeKVCacheBlockQueue`; both are
+    while the block is published in the prefix cache, free or not. `generation` counts how often the block was handed
+    out: with the id it names one filling of it. The links belong to `FreeKVCacheBlockQueue`; both are
     None while the block is in use.
     """
 
@@ -21,6 +22,7 @@ class KVCacheBlock:
     ref_cnt: int = 0
     content: BlockContent | None = None
     is_null: bool = False
+    generation: int = 0
     prev_free: KVCacheBlock | None = field(default=None, repr=False)
     next_free: KVCacheBlock | None = field(default=None, repr=False)
 

@@ -64,6 +64,7 @@ class BlockPool:
             if block.block_hash is not None:
                 self._evict(block)
             block.ref_cnt = 1
+            block.generation += 1
         return blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from runtime.memory.block import KVCacheBlock
 from runtime.memory.block_pool import BlockPool
 from runtime.memory.hashing import BlockContent, extend_block_hashes
+from runtime.memory.host_pool import HostBlock, HostBlockPool
 from runtime.request import Request
 
 
 @dataclass(slots=True)
 class _BlockTable:
-    """The blocks of one request in logical order; the first `num_published` of them are in the prefix cache."""
+    """The blocks of one request in logical order; at least the first `num_published` are in the prefix cache."""
 
     blocks: list[KVCacheBlock] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
@@ -28,23 +29,42 @@ class _BlockTable:
         self.blocks[index], self.block_ids[index] = block, block.block_id
 
 
+@dataclass(slots=True, frozen=True)
+class _SwappedTable:
+    """The host blocks of one request in logical order, and how many tokens they hold."""
+
+    blocks: list[HostBlock]
+    num_tokens: int
+
+
 class KVCacheManager:
     """Owns every request's block table over one `BlockPool` of `num_blocks` blocks of `block_size` tokens.
 
     Tables may share blocks. A block may be written only if one table holds it and it is not published; else the writer
-    gets a new block in its place and the tokens already there are to be copied: *copy on write*. The copies of a step
-    are `pending_copies`, to be run before its forward; a copy's source is held until `finish_copies`.
+    gets a new block in its place and the tokens already there are to be copied: *copy on write*.
+
+    A request's blocks may be swapped out to `num_swap_blocks` blocks of host memory; `get_computed_blocks` then offers
+    them as if they were cached.
+
+    What is to be moved before the next forward is pending, in this order: `pending_swap_outs`, `pending_swap_ins`,
+    `pending_copies`. It is pending until `finish_transfers`; a copy's source and a host block are held as long.
 
     Raises ValueError for a block size below 1 or a pool without a usable block.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_swap_blocks: int = 0
+    ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size={block_size} is not supported: a block holds at least 1 token")
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks, enable_prefix_caching)
-        self._tables: dict[str, _BlockTable] = {}
+        self.host_pool = HostBlockPool(num_swap_blocks)
+        self._tables: dict[Request, _BlockTable] = {}
+        self._swapped: dict[Request, _SwappedTable] = {}
+        self._swap_outs: list[tuple[KVCacheBlock, HostBlock]] = []
+        self._swap_ins: list[tuple[HostBlock, KVCacheBlock]] = []
         self._copies: list[tuple[KVCacheBlock, KVCacheBlock]] = []
         self._holds: Counter[int] = Counter()  # block id -> copies that are still to read it
 
@@ -59,6 +79,16 @@ class KVCacheManager:
         return self.pool.usage
 
     @property
+    def pending_swap_outs(self) -> list[tuple[int, int]]:
+        """(device block, host block) ids to copy before anything else is written."""
+        return [(block.block_id, host.block_id) for block, host in self._swap_outs]
+
+    @property
+    def pending_swap_ins(self) -> list[tuple[int, int]]:
+        """(host block, device block) ids to copy next."""
+        return [(host.block_id, block.block_id) for host, block in self._swap_ins]
+
+    @property
     def pending_copies(self) -> list[tuple[int, int]]:
         """(source, destination) block ids to copy before the next forward; no block is both, none destination twice."""
         return [(source.block_id, target.block_id) for source, target in self._copies]
@@ -67,117 +97,235 @@ class KVCacheManager:
         """How many blocks `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
 
-    def get_computed_blocks(self, request: Request) -> tuple[list[KVCacheBlock], int]:
-        """The longest cached prefix of `request` as (blocks, tokens); takes no reference.
+    def tables(self) -> Mapping[Request, Sequence[KVCacheBlock]]:
+        """The blocks of every request that holds some, in logical order."""
+        return {request: table.blocks for request, table in self._tables.items()}
+
+    def is_swapped(self, request: Request) -> bool:
+        """Whether the swap space holds a request's tokens."""
+        return request in self._swapped
+
+    def get_computed_blocks(
+        self, request: Request, num_tokens: int | None = None
+    ) -> tuple[Sequence[KVCacheBlock | HostBlock], int]:
+        """What of the first `num_tokens` tokens (None: all) need not be computed, as (blocks, tokens): the longest
+        cached prefix, then what was swapped out of the request. Takes no reference.
 
         The last block may be usable in part only: then `tokens` ends inside it, and writing on means copying it. At
         least one token is left to compute, since the next token's logits come from a forward, not from the cache.
         """
+        hits, num_hits = self._cached_prefix(request, request.num_tokens if num_tokens is None else num_tokens)
+        swapped = self._swapped.get(request)
+        if swapped is None or swapped.num_tokens <= num_hits:
+            return hits, num_hits
+        # What another table loads in this very step is shared, not loaded again.
+        loading = dict(self._swap_ins)
+        whole = num_hits // self.block_size
+        return [*hits[:whole], *(loading.get(host, host) for host in swapped.blocks[whole:])], swapped.num_tokens
+
+    def _cached_prefix(self, request: Request, num_tokens: int) -> tuple[list[KVCacheBlock], int]:
         hits: list[KVCacheBlock] = []
         if not self.enable_prefix_caching:
             return hits, 0
         self._extend_hashes(request)
-        limit = (request.num_tokens - 1) // self.block_size
-        for block_hash in request.block_hashes[:limit]:
+        for block_hash in request.block_hashes[: (num_tokens - 1) // self.block_size]:
             block = self.pool.get_cached_block(block_hash)
             if block is None:
                 break
             hits.append(block)
-        num_tokens = len(hits) * self.block_size
-        rest = request.token_ids[num_tokens : min(num_tokens + self.block_size, request.num_tokens - 1)]
+        num_hits = len(hits) * self.block_size
+        rest = request.token_ids[num_hits : min(num_hits + self.block_size, num_tokens - 1)]
         parent = request.block_hashes[len(hits) - 1] if hits else None
         partial, run = self.pool.longest_run(parent, request.extra_keys, rest)
-        return (hits, num_tokens) if partial is None else ([*hits, partial], num_tokens + run)
+        return (hits, num_hits) if partial is None else ([*hits, partial], num_hits + run)
 
     def allocate_slots(
         self,
         request: Request,
         num_tokens: int,
-        computed_blocks: Sequence[KVCacheBlock] = (),
+        computed_blocks: Sequence[KVCacheBlock | HostBlock] = (),
         num_computed_tokens: int | None = None,
     ) -> list[KVCacheBlock] | None:
         """Make the table of `request` cover its first `num_tokens` tokens, all from the first one that is not computed
-        on writable; returns the newly taken blocks, private copies first.
+        on writable; returns the newly taken blocks, those to be loaded from the host first, then private copies.
 
         `computed_blocks` and `num_computed_tokens`, from `get_computed_blocks`, begin a table that does not exist yet.
         All or nothing: None means that too few blocks are free and that nothing changed.
         """
-        table = self._tables.get(request.request_id)
-        assert table is None or not computed_blocks, "prefix hits can only begin a table"
-        held = list(computed_blocks) if table is None else table.blocks
-        start = request.num_computed_tokens if num_computed_tokens is None else num_computed_tokens
-        shared = [i for i in range(start // self.block_size, len(held)) if not self._writable(held[i])]
-        num_new = max(0, self.num_blocks_for(num_tokens) - len(held))
-        num_revived = sum(block.ref_cnt == 0 for block in computed_blocks)
-        if len(shared) + num_new + num_revived > self.pool.num_free_blocks:
-            return None
+        table = self._tables.get(request)
         if table is None:
-            table = self._tables[request.request_id] = _BlockTable(num_published=start // self.block_size)
-            # Before anything is taken: a hit in the free list could otherwise be handed out as a new block.
-            self.pool.touch(computed_blocks)
-            table.extend(computed_blocks)
+            return self._begin_table(request, num_tokens, computed_blocks, num_computed_tokens or 0)
+        assert not computed_blocks, "prefix hits can only begin a table"
+        start = request.num_computed_tokens
+        first, held = start // self.block_size, len(table.blocks)
+        num_new = max(0, -(-num_tokens // self.block_size) - held)
+        shared = [i for i in range(first, held) if not self._writable(table.blocks[i])]
+        if not num_new and not shared:
+            return []
+        if len(shared) + num_new > self.pool.num_free_blocks:
+            return None
+        return self._extend_table(table, start, shared, num_new)
+
+    def _begin_table(
+        self, request: Request, num_tokens: int, computed: Sequence[KVCacheBlock | HostBlock], start: int
+    ) -> list[KVCacheBlock] | None:
+        loads = [block for block in computed if isinstance(block, HostBlock)]
+        hits = [block for block in computed if isinstance(block, KVCacheBlock)]
+        shared = [i for i in range(start // self.block_size, len(computed)) if isinstance(computed[i], KVCacheBlock)]
+        num_new = max(0, self.num_blocks_for(num_tokens) - len(computed))
+        num_revived = sum(block.ref_cnt == 0 for block in hits)
+        if len(loads) + len(shared) + num_new + num_revived > self.pool.num_free_blocks:
+            return None
+        # Before anything is taken: a hit in the free list could otherwise be handed out as a new block.
+        self.pool.touch(hits)
+        loaded = self.pool.get_new_blocks(len(loads))
+        self._swap_ins += zip(loads, loaded, strict=True)
+        table, fresh = self._tables.setdefault(request, _BlockTable()), iter(loaded)
+        table.extend([block if isinstance(block, KVCacheBlock) else next(fresh) for block in computed])
+        full = table.blocks[: start // self.block_size]
+        table.num_published = next((i for i, block in enumerate(full) if block.content is None), len(full))
+        return loaded + self._extend_table(table, start, shared, num_new)
+
+    def _extend_table(self, table: _BlockTable, start: int, shared: list[int], num_new: int) -> list[KVCacheBlock]:
+        """Private blocks in the places `shared`, copied where tokens before `start` are in them, and new ones."""
         new_blocks = self.pool.get_new_blocks(len(shared) + num_new)
         for index, block in zip(shared, new_blocks, strict=False):
             self._replace(table, index, block, copy=index * self.block_size < start)
         table.extend(new_blocks[len(shared) :])
         return new_blocks
 
-    def fork(self, parent: Request, child: Request) -> None:
-        """Give `child` a table that shares every block of `parent` that holds computed tokens, the tail included."""
-        table = self._tables[parent.request_id]
-        count = self.num_blocks_for(parent.num_computed_tokens)
-        assert child.request_id not in self._tables, f"{child.request_id!r} has a table already"
-        self._tables[child.request_id] = _BlockTable(
-            table.blocks[:count], table.block_ids[:count], min(table.num_published, count)
-        )
+    def fork(self, parent: Request, child: Request, num_tokens: int | None = None) -> None:
+        """Give `child` a table that shares every block of `parent` that holds its first `num_tokens` tokens (None: all
+        computed ones), the tail included; of a parent that is swapped out, the host's blocks."""
+        assert child not in self._tables, f"{child.request_id!r} has a table already"
+        if parent in self._swapped:
+            self._swapped[child] = self._swapped[parent]
+            self.host_pool.touch(self._swapped[parent].blocks)
+            return
+        table = self._tables[parent]
+        num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens
+        count, full = self.num_blocks_for(num_tokens), num_tokens // self.block_size
+        self._tables[child] = _BlockTable(table.blocks[:count], table.block_ids[:count], min(table.num_published, full))
         self.pool.touch(table.blocks[:count])
+
+    def swap_out(self, requests: Sequence[Request]) -> bool:
+        """Move the computed tokens of requests to the swap space and free their blocks.
+
+        All or nothing: False means that there was too little room, or nothing computed, and that nothing changed.
+        """
+        distinct: dict[KVCacheBlock, int] = {}
+        for request in requests:
+            for block, filled in self._filled_blocks(request):
+                distinct[block] = max(filled, distinct.get(block, 0))
+        missing = [(block, filled) for block, filled in distinct.items() if self.host_pool.find(block, filled) is None]
+        if not distinct or len(missing) > self.host_pool.num_free_blocks:
+            return False
+        for block, filled in missing:
+            # What was still to be copied there is read from where it comes: swapping out is first.
+            source = next((source for source, target in self._copies if target is block), block)
+            self._swap_outs.append((source, self.host_pool.take(block, filled)))
+        for request in requests:
+            copies = [self.host_pool.find(block, filled) for block, filled in self._filled_blocks(request)]
+            blocks = [copy for copy in copies if copy is not None]
+            assert len(blocks) == len(copies)
+            self.host_pool.touch(blocks)
+            self._swapped[request] = _SwappedTable(blocks, request.num_computed_tokens)
+            self.retract(request)
+        return True
+
+    def num_distinct_blocks(self, requests: Sequence[Request]) -> int:
+        """How many blocks hold the computed tokens of requests, shared ones counted once."""
+        return len({block for request in requests for block, _ in self._filled_blocks(request)})
+
+    def _filled_blocks(self, request: Request) -> Iterable[tuple[KVCacheBlock, int]]:
+        """The blocks of a table that hold computed tokens, and how many."""
+        size, num_tokens = self.block_size, request.num_computed_tokens
+        return [
+            (block, min(size, num_tokens - index * size))
+            for index, block in enumerate(self._tables[request].blocks[: self.num_blocks_for(num_tokens)])
+        ]
 
     def publish(self, request: Request, num_computed_tokens: int) -> None:
         """Offer the full blocks among the first `num_computed_tokens` tokens to other requests.
 
         Only for tokens whose forward was launched: until then the block holds someone else's keys and values.
         """
-        table = self._tables[request.request_id]
+        table = self._tables[request]
         start, end = table.num_published, num_computed_tokens // self.block_size
         if not self.enable_prefix_caching or end <= start:
             return
         self._extend_hashes(request)
-        contents = [self._content(request, index) for index in range(start, end)]
-        self.pool.cache_full_blocks(table.blocks[start:end], contents)
+        # A block that was loaded for several tables may have been published with another one of them.
+        new = [index for index in range(start, end) if table.blocks[index].content is None]
+        contents = [self._content(request, index) for index in new]
+        self.pool.cache_full_blocks([table.blocks[index] for index in new], contents)
         table.num_published = end
 
     def free(self, request: Request) -> None:
-        """Give back all blocks of `request`, the tail first so that prefixes live longest. No table: no effect."""
-        table = self._tables.pop(request.request_id, None)
+        """Give back all blocks of `request`, on the host too. It has none: no effect."""
+        self.retract(request)
+        self._discard_swapped(request)
+
+    def retract(self, request: Request) -> None:
+        """Give back the blocks that `request` holds on the device, the tail first so that prefixes live longest."""
+        table = self._tables.pop(request, None)
         if table is not None:
             self.pool.free_blocks(reversed(table.blocks))
+            self._swap_ins = [load for load in self._swap_ins if load[1].ref_cnt]
             self._drop_copies([copy for copy in self._copies if copy[1].ref_cnt == 0])
 
-    def finish_copies(self) -> None:
-        """Let go of the sources of the pending copies: they have been run, or their step has failed."""
-        self._drop_copies(list(self._copies))
+    def finish_transfers(self) -> None:
+        """All that was pending has been run: let go of the copies' sources, and of host blocks that were loaded."""
+        self._swap_outs.clear()
+        self._swap_ins.clear()
+        if self._copies:
+            self._drop_copies(list(self._copies))
+        for request in [request for request in self._swapped if request in self._tables]:
+            self._discard_swapped(request)
 
-    def block_ids(self, request_id: str) -> list[int]:
+    def abandon_transfers(self) -> None:
+        """The step failed, and what was pending may not have been run: forget it, and what was being swapped out."""
+        lost = {host for _, host in self._swap_outs}
+        for request in [request for request, swapped in self._swapped.items() if lost & set(swapped.blocks)]:
+            self._discard_swapped(request)
+        self.finish_transfers()
+
+    def forget_swapped(self) -> None:
+        """Drop all that is swapped out; those requests are computed again."""
+        for request in list(self._swapped):
+            self._discard_swapped(request)
+
+    def block_ids(self, request: Request) -> list[int]:
         """The live table of a request as physical block ids, not to be changed by the caller."""
-        return self._tables[request_id].block_ids
+        return self._tables[request].block_ids
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, and no change, while any request holds a block."""
         return self.pool.reset_prefix_cache()
 
     def check_integrity(self) -> None:
-        """Check all tables, counts, the free queue and the map; AssertionError prints the arithmetic. O(pool)."""
-        for request_id, table in self._tables.items():
+        """Check all tables, counts, the free queue, the map and the swap space; AssertionError prints the arithmetic.
+
+        O(pool); changes nothing.
+        """
+        for request, table in self._tables.items():
             actual = [block.block_id for block in table.blocks]
-            assert actual == table.block_ids, f"table of {request_id!r}: blocks {actual} != ids {table.block_ids}"
-            hashed = [block.block_hash is not None for block in table.blocks]
-            expected = [i < table.num_published for i in range(len(table.blocks))]
-            assert hashed == expected, f"table of {request_id!r}: {table.num_published} published, but hashed={hashed}"
+            assert actual == table.block_ids, f"{request.request_id!r}: blocks {actual} != ids {table.block_ids}"
+            hashed = [block.block_hash for block in table.blocks[: table.num_published]]
+            known = [*request.block_hashes[: len(hashed)], *hashed[len(request.block_hashes) :]]
+            intact = None not in hashed and hashed == known
+            assert intact, f"{request.request_id!r}: {table.num_published} published, but hashed {hashed}"
         sources, targets = {source for source, _ in self.pending_copies}, [target for _, target in self.pending_copies]
         assert len(set(targets)) == len(targets), f"destination twice in {self.pending_copies}"
         assert not sources & set(targets), f"source and destination in {self.pending_copies}"
+        stored = [target for _, target in self.pending_swap_outs]
+        assert len(set(stored)) == len(stored), f"destination twice in {self.pending_swap_outs}"
+        loaded = [target for _, target in self.pending_swap_ins]
+        assert len(set(loaded)) == len(loaded), f"destination twice in {self.pending_swap_ins}"
+        assert not set(loaded) & set(targets), f"loaded and copied to: {loaded}, {targets}"
         references = Counter(i for table in self._tables.values() for i in table.block_ids)
         self.pool.check_integrity(references + self._holds)
+        self.host_pool.check_integrity(Counter(host for swapped in self._swapped.values() for host in swapped.blocks))
 
     def _writable(self, block: KVCacheBlock) -> bool:
         """Whether the one table that holds `block` may write it. A copy that still reads it runs before the forward."""
@@ -194,6 +342,13 @@ class KVCacheManager:
             self._holds[source.block_id] += 1
             self._copies.append((source, block))
         self.pool.free_blocks([old])
+
+    def _discard_swapped(self, request: Request) -> None:
+        swapped = self._swapped.pop(request, None)
+        if swapped is not None:
+            self.host_pool.free_blocks(swapped.blocks)
+            # Nobody will read them, and the next that is swapped out may take the same host blocks.
+            self._swap_outs = [swap for swap in self._swap_outs if swap[1].ref_cnt]
 
     def _drop_copies(self, copies: Sequence[tuple[KVCacheBlock, KVCacheBlock]]) -> None:
         for copy in copies:

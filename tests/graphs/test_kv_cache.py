@@ -1,13 +1,14 @@
 """The paged K and V tensors, and how many blocks of them are allotted."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
 from graphs import kv_cache
-from graphs.kv_cache import CPU_POOL_BYTES, KVCache, num_blocks_for_memory, usable_memory
+from graphs.kv_cache import CPU_POOL_BYTES, KVCache, free_host_memory, num_blocks_for_memory, usable_memory
 from models.report import CachePlan, CallSite
 from ops.providers import select
 
@@ -44,6 +45,8 @@ def test_one_k_and_one_v_tensor_for_each_cache_of_the_plan() -> None:
     assert all(tensor.is_contiguous() for tensor in tensors)
     assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 4
     assert cache.nbytes == 5 * 4 * PLAN.bytes_per_token(2) == 5 * 4 * 2 * (2 * 16 + 3 * 22)
+    assert cache.bytes_per_block == 4 * PLAN.bytes_per_token(2)
+    assert [tensor.data_ptr() for tensor in cache.tensors] == [tensor.data_ptr() for tensor in tensors]
 
 
 def test_the_null_block_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,12 +171,61 @@ def test_limits_of_the_cgroup_and_of_those_above_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, membership: str, limits: dict[str, str], expected: list[int]
 ) -> None:
     fake_cgroups(monkeypatch, tmp_path, membership, limits)
-    assert kv_cache._cgroup_limits() == expected
+    assert list(kv_cache._cgroup_limits().values()) == expected
     total = psutil.virtual_memory().total
     assert usable_memory(CPU) == min([total, *expected])
 
 
 def test_a_machine_without_cgroups_has_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(kv_cache, "Path", lambda path: tmp_path / path.lstrip("/"))
-    assert kv_cache._cgroup_limits() == []
+    assert kv_cache._cgroup_limits() == {}
     assert usable_memory(CPU) == psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        ("0::/\n", {}, 900),
+        (
+            "0::/outer/inner\n",
+            {
+                "/sys/fs/cgroup/outer/inner/memory.max": "max\n",
+                "/sys/fs/cgroup/outer/inner/memory.current": "500\n",
+                "/sys/fs/cgroup/outer/memory.max": "1000\n",
+                "/sys/fs/cgroup/outer/memory.current": "600\n",
+                "/sys/fs/cgroup/outer/memory.stat": "anon 380\nactive_file 20\ninactive_file 200\n",
+                "/sys/fs/cgroup/memory.max": "5000\n",
+            },
+            1000 - (600 - 200),
+        ),
+        (
+            "4:memory:/job\n",
+            {
+                "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": "800\n",
+                "/sys/fs/cgroup/memory/job/memory.usage_in_bytes": "700\n",
+                "/sys/fs/cgroup/memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 100\n",
+            },
+            800 - (700 - 100),
+        ),
+        (
+            "0::/\n",
+            {
+                "/sys/fs/cgroup/memory.max": "1000\n",
+                "/sys/fs/cgroup/memory.current": "1100\n",
+                "/sys/fs/cgroup/memory.stat": "inactive_file 0\n",
+            },
+            0,
+        ),
+    ],
+    ids=["unlimited", "v2", "v1", "over the limit"],
+)
+def test_free_memory_is_what_machine_and_cgroups_leave(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, membership: str, files: dict[str, str], expected: int
+) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=900, total=10**6))
+    fake_cgroups(monkeypatch, tmp_path, membership, files)
+    assert free_host_memory() == expected
+
+
+def test_this_machine_has_free_memory() -> None:
+    assert 0 < free_host_memory() < usable_memory(CPU)

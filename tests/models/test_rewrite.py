@@ -383,6 +383,7 @@ def test_the_report_of_a_model() -> None:
         "  paged_attention: provider reference (highest priority on cpu among ['reference'])\n"
         "  write_kv: provider reference (highest priority on cpu among ['reference'])\n"
         "  copy_blocks: provider reference (highest priority on cpu among ['reference'])\n"
+        "  swap_blocks: provider reference (highest priority on cpu among ['reference'])\n"
         "  sample: provider reference (highest priority on cpu among ['reference'])"
     )
 

@@ -1,12 +1,13 @@
-"""paged_attention, write_kv and copy_blocks against dense attention, with everything unreadable poisoned."""
+"""paged_attention against dense attention, with everything unreadable poisoned, and the ops that move K and V."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import ops  # noqa: F401  (defines torch.ops.pagegraph)
+from ops import reference  # and so torch.ops.pagegraph is defined
 
 NAN = float("nan")
 
@@ -266,3 +267,89 @@ def test_copy_blocks_keeps_nan_bits():
     cache[1] = 1.0
     torch.ops.pagegraph.copy_blocks.reference([cache], torch.tensor([[0, 1]]))
     assert cache.isnan().all()
+
+
+BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def bit_patterns(blocks, dtype):
+    """Caches of two layers, Dk 5 and Dv 3, of random bits: NaNs of all kinds are among them, and each holds a -0.0."""
+    caches = []
+    for dim in (5, 5, 3, 3):
+        limits = torch.iinfo(BITS[dtype])
+        bits = torch.randint(limits.min, limits.max, (blocks, 4, 2, dim), dtype=BITS[dtype])
+        bits[:, 0, 0, 0] = limits.min  # -0.0
+        bits[:, 0, 0, 1] = torch.tensor(NAN, dtype=dtype).view(BITS[dtype]) | 1
+        caches.append(bits.view(dtype))
+    return caches
+
+
+@pytest.mark.parametrize("dtype", BITS)
+@pytest.mark.parametrize("pairs", [[(1, 4), (2, 5), (5, 0), (6, 1), (0, 3)], [(7, 2)], []])
+def test_swap_blocks_copies_every_bit_of_its_blocks_and_no_other(pairs, dtype):
+    src, dst = bit_patterns(8, dtype), bit_patterns(6, dtype)
+    before = [cache.view(BITS[dtype]).clone() for cache in (*src, *dst)]
+    src_dst = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+    assert torch.ops.pagegraph.swap_blocks.reference(src, dst, src_dst) is None
+    for block, target in pairs:
+        for layer in range(4):
+            before[4 + layer][target] = before[layer][block]
+    for cache, bits in zip((*src, *dst), before, strict=True):
+        assert torch.equal(cache.view(BITS[dtype]), bits)
+
+
+def test_swap_blocks_in_any_order_of_pairs():
+    src, first, second = bit_patterns(6, torch.float32), *(bit_patterns(6, torch.float32) for _ in range(2))
+    for cache, like in zip(second, first, strict=True):
+        cache.copy_(like)
+    src_dst = torch.tensor([[0, 5], [1, 1], [2, 2], [3, 3], [5, 4]])
+    torch.ops.pagegraph.swap_blocks.reference(src, first, src_dst)
+    torch.ops.pagegraph.swap_blocks.reference(src, second, src_dst[[3, 0, 4, 2, 1]])
+    for cache, like in zip(second, first, strict=True):
+        assert torch.equal(cache.view(torch.int32), like.view(torch.int32))
+
+
+def test_swapping_out_and_in_restores_a_cache():
+    cache, host = bit_patterns(5, torch.bfloat16), bit_patterns(9, torch.bfloat16)
+    before = [tensor.view(torch.int16).clone() for tensor in cache]
+    out = torch.tensor([[1, 8], [2, 3], [4, 4]])
+    torch.ops.pagegraph.swap_blocks.reference(cache, host, out)
+    for tensor in cache:
+        tensor[[1, 2, 4]] = 0
+    torch.ops.pagegraph.swap_blocks.reference(host, cache, out.flip(1))
+    assert all(torch.equal(tensor.view(torch.int16), bits) for tensor, bits in zip(cache, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("pairs", "runs"),
+    [
+        ([], []),
+        ([[3, 1]], [(3, 1, 1)]),
+        ([[2, 5], [3, 6], [1, 4]], [(1, 4, 3)]),
+        ([[1, 4], [2, 6], [3, 7]], [(1, 4, 1), (2, 6, 2)]),  # a gap on the one side
+        ([[1, 4], [3, 5], [4, 6]], [(1, 4, 1), (3, 5, 2)]),  # and on the other
+        ([[1, 5], [2, 4], [3, 3]], [(1, 5, 1), (2, 4, 1), (3, 3, 1)]),  # downwards is no run
+    ],
+)
+def test_swap_blocks_copies_a_run_at_once_without_temporaries(pairs, runs):
+    assert list(reference._runs(pairs)) == runs
+    calls = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append((func.name(), args[0].shape[0]))
+            return func(*args, **kwargs or {})
+
+    src, dst = bit_patterns(8, torch.float32), bit_patterns(8, torch.float32)
+    src_dst = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+    with Record():
+        reference.swap_blocks(src, dst, src_dst)
+    assert [blocks for name, blocks in calls if name == "aten::copy_"] == [n for *_, n in runs for _ in range(4)]
+    assert {name for name, _ in calls} <= {"aten::copy_", "aten::slice.Tensor"}  # a view is no temporary
+
+
+@pytest.mark.parametrize("pairs", [[[4, 0]], [[0, 6]], [[2, 4], [3, 5], [4, 6]]])
+def test_swap_blocks_refuses_a_block_that_is_not_there(pairs):
+    src, dst = bit_patterns(4, torch.float32), bit_patterns(6, torch.float32)
+    with pytest.raises(RuntimeError, match=r"exceeds dimension size|out of range"):
+        torch.ops.pagegraph.swap_blocks.reference(src, dst, torch.tensor(pairs))

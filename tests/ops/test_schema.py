@@ -57,6 +57,14 @@ CASES = {
     "bfloat16": ("paged_attention", attention_args((4, 1), dtype=torch.bfloat16)),
     "write": ("write_kv", write_args()),
     "copy": ("copy_blocks", ([torch.randn(6, 4, 2, 8), torch.randn(6, 4, 2, 6)], torch.tensor([[1, 2], [4, 5]]))),
+    "swap": (
+        "swap_blocks",
+        (
+            [torch.randn(6, 4, 2, 8), torch.randn(6, 4, 2, 6)],
+            [torch.randn(3, 4, 2, 8), torch.randn(3, 4, 2, 6)],
+            torch.tensor([[1, 2], [4, 0], [5, 1]]),
+        ),
+    ),
     "sample": ("sample", sample_args(4)),
     "sample_bfloat16": ("sample", sample_args(3, masked=0, dtype=torch.bfloat16)),
     "sample_one": ("sample", sample_args(1)),
@@ -92,9 +100,10 @@ def test_mutation_is_declared_and_nothing_is_returned():
         "paged_attention": [],
         "write_kv": ["k_cache", "v_cache"],
         "copy_blocks": ["caches"],
+        "swap_blocks": ["dst"],
         "sample": [],
     }
-    assert all(not getattr(OPS, op).reference._schema.returns for op in ("write_kv", "copy_blocks"))
+    assert all(not getattr(OPS, op).reference._schema.returns for op in ("write_kv", "copy_blocks", "swap_blocks"))
 
 
 def test_no_batch_dependent_number_crosses_the_boundary():

@@ -76,6 +76,6 @@ def test_a_lost_graph_is_replaced_by_eager(
         def lost(*_: object) -> None:
             raise GraphLostError("dropped")
 
-        monkeypatch.setattr(type(engine.executor.graph), "__call__", lost)
+        monkeypatch.setattr(type(engine.runner.executor.graph), "__call__", lost)
         serve(engine, model, hf_greedy)
     assert caplog.text.count("runs uncompiled from now on") == 1

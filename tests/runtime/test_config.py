@@ -1,10 +1,16 @@
 """Which dtype, device and limits an engine resolves to, and which knobs are refused."""
 
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from graphs import swap_space
 from runtime import config as config_module
 from runtime.config import EngineConfig
+from runtime.limits import size_swap_space
 
 CPU = torch.device("cpu")
 GB = 1 << 30
@@ -52,6 +58,13 @@ def test_a_given_dtype_is_taken(dtype: str | torch.dtype) -> None:
         ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization must be in \(0, 1\]"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"backend": "tensorrt"}, "backend must be one of inductor, eager, not 'tensorrt'"),
+        ({"preemption": "kill"}, "preemption must be one of auto, swap, recompute, not 'kill'"),
+        ({"swap_space": -1}, "swap_space must be a number of GiB, at least 0, not -1"),
+        ({"swap_space": float("nan")}, "swap_space must be a number of GiB"),
+        ({"swap_space": float("inf")}, "swap_space must be a number of GiB"),
+        ({"swap_space": True}, "swap_space must be a number of GiB"),
+        ({"swap_space": "4"}, "swap_space must be a number of GiB, at least 0, not '4'"),
+        ({"preemption": "swap", "swap_space": 0}, "preemption='swap' needs a swap_space above 0"),
         ({"dtype": "int8"}, "dtype must be 'auto' or one of float32"),
     ],
 )
@@ -76,3 +89,39 @@ def test_a_gpu_that_is_not_there() -> None:
 def test_a_threshold_without_chunking_is_ignored_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="long_prefill_token_threshold=3 is ignored: chunked prefill is off"):
         EngineConfig(enable_chunked_prefill=False, long_prefill_token_threshold=3)
+
+
+def test_swap_space_without_swapping_is_ignored_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="swap_space=2 is ignored: preemption='recompute' swaps nothing out"):
+        EngineConfig(preemption="recompute", swap_space=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        EngineConfig(preemption="recompute")
+        EngineConfig(swap_space=0)
+        EngineConfig(swap_space=0.5, preemption="swap")
+
+
+def swap_blocks(monkeypatch: pytest.MonkeyPatch, free: int, max_model_len: int = 10**9, **knobs: Any) -> int:
+    """What size_swap_space gives for a model of 1 MiB a block on a CPU, beside a KV cache of 100 blocks."""
+    monkeypatch.setattr(swap_space, "free_host_memory", lambda: free)
+    plan = SimpleNamespace(bytes_per_token=lambda element_size: element_size << 14)
+    loaded: Any = SimpleNamespace(
+        adaptation=SimpleNamespace(report=SimpleNamespace(plan=plan)), dtype=torch.float32, device=CPU
+    )
+    return size_swap_space(loaded, EngineConfig(**knobs), 100, max_model_len)
+
+
+def test_the_swap_space_is_what_was_asked_for_what_is_free_or_what_could_be_filled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert swap_blocks(monkeypatch, 64 * GB) == 4096
+    assert swap_blocks(monkeypatch, 64 * GB, swap_space=0.5) == 512
+    assert swap_blocks(monkeypatch, 64 * GB, swap_space=0) == 0
+    assert swap_blocks(monkeypatch, GB) == (1024 - 100) // 2
+    assert swap_blocks(monkeypatch, 64 * GB, max_num_seqs=3, max_model_len=33) == 3 * 3
+    assert swap_blocks(monkeypatch, 64 * GB, preemption="recompute") == 0
+
+
+def test_swapping_without_room_is_ignored_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match="preemption='swap' is ignored: swap_space=4 GiB .* 1048576 bytes"):
+        assert swap_blocks(monkeypatch, 0, preemption="swap") == 0

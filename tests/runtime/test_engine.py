@@ -56,7 +56,7 @@ class FailingExecutor:
     num_recompiles = 0
 
     def __init__(self, engine: Engine, *failing: int) -> None:
-        self._run, self._numbers, self._failing = engine.executor.run, itertools.count(), failing
+        self._run, self._numbers, self._failing = engine.runner.executor.run, itertools.count(), failing
 
     def run(self, inputs: StepInputs) -> StepOutputs:
         outputs = self._run(inputs)
@@ -303,7 +303,7 @@ def test_a_failed_forward_ends_its_requests_only(
 ) -> None:
     """Of three requests, the third waits while the step of the two others fails, and shares the first one's prompt."""
     engine = make_engine(llama, max_num_seqs=2)
-    engine.executor = FailingExecutor(engine, 1)
+    engine.runner.executor = FailingExecutor(engine, 1)
     for request_id, prompt in (("a", A), ("b", B), ("c", A)):
         engine.add_request(prompt, greedy(8), request_id=request_id)
     outputs = drain(engine)
@@ -317,7 +317,7 @@ def test_a_failed_forward_ends_its_requests_only(
 
 
 def test_a_failed_prefill_publishes_nothing(engine: Engine, llama: PreTrainedModel, hf_greedy: Greedy) -> None:
-    engine.executor = FailingExecutor(engine, 0)
+    engine.runner.executor = FailingExecutor(engine, 0)
     (failed,) = engine.generate(C, greedy(3), progress=False)
     assert (failed.finished, tokens(failed), failed.outputs[0].finish_reason) == (True, [], "error")
     (output,) = engine.generate(C, greedy(3), progress=False)
@@ -515,7 +515,7 @@ def test_an_interrupted_step_loses_nothing(
 
     def run(interrupt_at: int | None) -> dict[str, tuple]:
         engine, calls = make_engine(llama, **knobs), 0
-        target, name = (engine.executor, "run") if where == "executor" else (byte_tokenizer, "decode")
+        target, name = (engine.runner.executor, "run") if where == "executor" else (byte_tokenizer, "decode")
         original = getattr(target, name)
 
         def interrupted(*args, **kwargs):

@@ -48,7 +48,7 @@ def engine(tiny_model: TinyModel, make_engine: MakeEngine, byte_tokenizer: Any) 
 @pytest.fixture
 def scripted(engine: Engine) -> Callable[..., Engine]:
     def say(text: str | bytes | list[int]) -> Engine:
-        engine.executor = Script(list(text.encode() if isinstance(text, str) else text))
+        engine.runner.executor = Script(list(text.encode() if isinstance(text, str) else text))
         return engine
 
     return say
@@ -208,7 +208,7 @@ def test_step_between_the_pieces_of_a_stream(scripted: Callable[..., Engine]) ->
 
 def test_a_failed_step_of_a_stream_is_an_error(scripted: Callable[..., Engine]) -> None:
     engine = scripted("abcdef")
-    script = engine.executor
+    script = engine.runner.executor
     assert isinstance(script, Script)
     pieces = engine.stream(PROMPT, SamplingParams(max_tokens=6))
     assert next(pieces) == "a"

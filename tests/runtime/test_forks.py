@@ -147,8 +147,8 @@ def test_a_fork_of_a_long_request_copies_one_block_at_most(llama: PreTrainedMode
     engine.add_request([3] * 201, replace(DRAWN, max_tokens=20), request_id="a")
     engine.step()
     copied: list[tuple[int, int]] = []
-    copy_blocks = engine._cache.copy_blocks
-    engine._cache.copy_blocks = lambda pairs: (copied.extend(pairs), copy_blocks(pairs))  # type: ignore[assignment]
+    copy_blocks = engine.runner.cache.copy_blocks
+    engine.runner.cache.copy_blocks = lambda pairs: (copied.extend(pairs), copy_blocks(pairs))  # type: ignore[assignment]
     usage = engine.stats().kv_cache_usage
     engine.fork("a", new_id="b")
     assert engine.stats().kv_cache_usage == usage

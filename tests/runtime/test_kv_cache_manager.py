@@ -27,13 +27,17 @@ def free_ids(manager: KVCacheManager) -> list[int]:
     return ids(manager.pool.free_queue.get_all_free_blocks())
 
 
+def table_of(manager: KVCacheManager, name: str) -> list[int]:
+    return manager.block_ids({request.request_id: request for request in manager.tables()}[name])
+
+
 def admit(manager: KVCacheManager, request: Request) -> tuple[list[int], list[int]]:
     """Admit and compute a request as one step would: (hit block ids, new block ids)."""
     hits, num_tokens = manager.get_computed_blocks(request)
     new = manager.allocate_slots(request, request.num_tokens, hits, num_tokens)
     assert new is not None
     manager.check_integrity()
-    manager.finish_copies()
+    manager.finish_transfers()
     compute(manager, request)
     manager.check_integrity()
     return ids(hits), ids(new)
@@ -50,7 +54,7 @@ def test_prompts_share_blocks_and_give_them_back_tail_first() -> None:
     blocks = manager.pool.blocks
     first = make_request("first", COMMON + list(range(7)))
     assert admit(manager, first) == ([], [1, 2, 3, 4])
-    assert manager.block_ids("first") == [1, 2, 3, 4]
+    assert table_of(manager, "first") == [1, 2, 3, 4]
     assert [blocks[i].block_hash is not None for i in (1, 2, 3, 4)] == [True, True, True, False]
     assert [blocks[i].ref_cnt for i in (1, 2, 3, 4)] == [1, 1, 1, 1]
 
@@ -75,14 +79,14 @@ def test_decode_takes_a_block_only_at_a_boundary_and_publishes_the_old_tail() ->
     manager = KVCacheManager(11, 16)
     request = make_request("a", range(55))
     admit(manager, request)
-    table = manager.block_ids("a")
+    table = table_of(manager, "a")
     request.token_ids += range(4)
     assert manager.allocate_slots(request, 59) == []
     request.token_ids += range(19)
     new = manager.allocate_slots(request, 78)
     assert new is not None
     assert ids(new) == [5]
-    assert manager.block_ids("a") is table == [1, 2, 3, 4, 5]
+    assert table_of(manager, "a") is table == [1, 2, 3, 4, 5]
     assert manager.pool.blocks[4].block_hash is None
     manager.publish(request, 78)
     assert manager.pool.blocks[4].block_hash == request.block_hashes[3]
@@ -105,12 +109,12 @@ def test_without_caching_nothing_hits_and_a_full_pool_says_none() -> None:
     assert len(manager.allocate_slots(first, 10) or []) == 3
     manager.publish(first, 10)
     assert len(manager.allocate_slots(first, 16) or []) == 1
-    assert manager.block_ids("a") == [1, 2, 3, 4]
+    assert table_of(manager, "a") == [1, 2, 3, 4]
     second = make_request("b", range(10))
     assert manager.get_computed_blocks(second) == ([], 0)
     assert manager.allocate_slots(second, 1) is None
     with pytest.raises(KeyError):
-        manager.block_ids("b")
+        table_of(manager, "b")
     manager.check_integrity()
     manager.free(first)
     assert manager.get_computed_blocks(second) == ([], 0)
@@ -135,7 +139,7 @@ def test_none_changes_nothing_even_when_hits_sit_in_the_free_list() -> None:
     assert [block.ref_cnt for block in hits] == [0, 0]
     manager.check_integrity()
     assert ids(manager.allocate_slots(request, 12, hits, 8) or []) == [4]
-    assert manager.block_ids("request") == [1, 2, 4]
+    assert table_of(manager, "request") == [1, 2, 4]
 
 
 def test_hits_are_kept_while_the_last_free_blocks_are_taken() -> None:
@@ -145,7 +149,7 @@ def test_hits_are_kept_while_the_last_free_blocks_are_taken() -> None:
     manager.free(cached)
     request = make_request("request", [*range(8), 99])
     assert admit(manager, request) == ([1, 2], [3])
-    assert manager.block_ids("request") == [1, 2, 3]
+    assert table_of(manager, "request") == [1, 2, 3]
 
 
 def test_a_wholly_cached_prompt_copies_its_last_block_and_computes_one_token() -> None:
@@ -158,11 +162,11 @@ def test_a_wholly_cached_prompt_copies_its_last_block_and_computes_one_token() -
     new = manager.allocate_slots(second, 48, hits, 47)
     assert new is not None
     assert ids(new) == [4]
-    assert manager.block_ids("b") == [1, 2, 4]
+    assert table_of(manager, "b") == [1, 2, 4]
     assert manager.pending_copies == [(3, 4)]
     assert manager.pool.blocks[3].ref_cnt == 2, "held for the copy"
     manager.check_integrity()
-    manager.finish_copies()
+    manager.finish_transfers()
     assert (manager.pending_copies, manager.pool.blocks[3].ref_cnt) == ([], 1)
     compute(manager, second)
     assert manager.pool.blocks[3].block_hash == manager.pool.blocks[4].block_hash
@@ -183,8 +187,8 @@ def test_a_hit_inside_a_block_is_the_longest_run_with_the_same_past_and_salt() -
         hits, num_tokens = manager.get_computed_blocks(make_request("r", common + tail, salt))
         return ids(hits), num_tokens
 
-    second = manager.block_ids("a")[1], manager.block_ids("b")[1]
-    first = manager.block_ids("a")[0]
+    second = table_of(manager, "a")[1], table_of(manager, "b")[1]
+    first = table_of(manager, "a")[0]
     assert hit([1, 2, 3, 4, 5, 9, 9]) == ([first, second[0]], 13)
     assert hit([1, 2, 3, 9, 9]) == ([first, second[1]], 12), "the last token is left to compute"
     assert hit([2, 2]) == ([first], 8)
@@ -225,9 +229,9 @@ def test_three_children_copy_the_tail_twice_and_the_last_writes_in_place() -> No
     taken = [ids(manager.allocate_slots(request, 11) or []) for request in family]
     assert taken == [[4], [5], []]
     assert manager.pending_copies == [(3, 4), (3, 5)]
-    assert [manager.block_ids(name) for name in "012"] == [[1, 2, 4], [1, 2, 5], [1, 2, 3]]
+    assert [table_of(manager, name) for name in "012"] == [[1, 2, 4], [1, 2, 5], [1, 2, 3]]
     manager.check_integrity()
-    manager.finish_copies()
+    manager.finish_transfers()
     assert [blocks[i].ref_cnt for i in (1, 2, 3, 4, 5)] == [3, 3, 1, 1, 1]
     for request in family:
         manager.free(request)
@@ -242,7 +246,7 @@ def test_a_first_write_without_a_free_block_changes_nothing() -> None:
     child = fork(manager, parent, "1")
     assert manager.allocate_slots(child, 11) is None
     assert manager.pending_copies == []
-    assert manager.block_ids("1") == [1, 2, 3]
+    assert table_of(manager, "1") == [1, 2, 3]
     manager.check_integrity()
     manager.free(parent)
     assert manager.allocate_slots(child, 11) == [], "alone again, it writes in place"
@@ -255,7 +259,7 @@ def test_a_fork_in_mid_prefill_shares_what_is_computed() -> None:
     parent.num_computed_tokens = 6
     manager.publish(parent, 6)
     child = fork(manager, parent, "1")
-    assert manager.block_ids("1") == [1, 2]
+    assert table_of(manager, "1") == [1, 2]
     assert ids(manager.allocate_slots(child, 12) or []) == [4, 5]
     assert manager.pending_copies == [(2, 4)]
     assert manager.allocate_slots(parent, 12) == []
@@ -270,7 +274,7 @@ def test_a_block_written_at_a_boundary_is_replaced_without_a_copy() -> None:
     assert ids(manager.allocate_slots(child, 9) or []) == [3]
     assert ids(manager.allocate_slots(parent, 9) or []) == [4]
     assert manager.pending_copies == []
-    assert manager.block_ids("0")[:2] == manager.block_ids("1")[:2] == [1, 2]
+    assert table_of(manager, "0")[:2] == table_of(manager, "1")[:2] == [1, 2]
 
 
 def test_freeing_the_writer_takes_its_copy_back() -> None:
@@ -297,7 +301,7 @@ def test_a_fork_of_a_table_whose_copy_has_not_run_reads_the_copys_source() -> No
     manager.check_integrity()
     manager.free(parent)
     assert manager.pool.blocks[2].ref_cnt == 2, "held for both copies"
-    manager.finish_copies()
+    manager.finish_transfers()
     manager.check_integrity()
     assert manager.pool.blocks[2].ref_cnt == 0
 
@@ -380,10 +384,10 @@ def test_integrity_names_a_table_that_disagrees() -> None:
     manager = KVCacheManager(5, 4)
     request = make_request("a", range(8))
     admit(manager, request)
-    manager.block_ids("a").append(4)
-    with pytest.raises(AssertionError, match=r"table of 'a': blocks \[1, 2\] != ids \[1, 2, 4\]"):
+    table_of(manager, "a").append(4)
+    with pytest.raises(AssertionError, match=r"'a': blocks \[1, 2\] != ids \[1, 2, 4\]"):
         manager.check_integrity()
-    manager.block_ids("a").pop()
+    table_of(manager, "a").pop()
     manager.pool.blocks[2].ref_cnt = 2
     with pytest.raises(AssertionError, match="block 2: 1 table references and holds != ref_cnt 2"):
         manager.check_integrity()

@@ -16,7 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from runtime.beam_search import BeamSearch, BeamSearchParams, Candidates
 from runtime.memory.kv_cache_manager import KVCacheManager
+from runtime.preemption import Preemption
 from runtime.request import Request, RequestStatus
 from runtime.sampling import SamplingParams
 from runtime.schedule import Schedule
@@ -38,14 +40,32 @@ def next_token(request: Request, noise_key: int | None = None) -> int:
     return token
 
 
+def candidates(request: Request, count: int) -> Candidates:
+    """The fake model's log-probabilities, the largest first; few values, so that hypotheses and ends are frequent."""
+    whole = content(request, request.num_tokens)
+    logprobs = [(token, -(crc32(repr((whole, token)).encode()) % 1000) / 100) for token in range(VOCAB)]
+    return sorted(logprobs, key=lambda one: -one[1])[:count]
+
+
 class Driver:
     """A scheduler with a fake model below it."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, caching: bool = True, **limits: Any) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        caching: bool = True,
+        preemption: str = "recompute",
+        swap_blocks: int = 0,
+        **limits: Any,
+    ) -> None:
         defaults = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "max_model_len": 4096}
-        self.manager = KVCacheManager(num_blocks, block_size, caching)
-        self.scheduler = Scheduler(self.manager, **(defaults | limits))
-        self.memory: dict[int, int] = {}
+        self.manager = KVCacheManager(num_blocks, block_size, caching, swap_blocks)
+        self.preemption = Preemption(self.manager, preemption)
+        self.scheduler = Scheduler(self.manager, preemption=self.preemption, **(defaults | limits))
+        self.memory: dict[int, int | None] = {}
+        self.host: dict[int, int | None] = {}
         self.arrivals = 0
 
     def add(
@@ -56,13 +76,16 @@ class Driver:
         arrival: int | None = None,
         salt: str | None = None,
         priority: int = 0,
+        beams: BeamSearchParams | None = None,
         **params: Any,
     ) -> Request:
         self.arrivals += 1
+        sampling = SamplingParams(**({"max_tokens": 5, "ignore_eos": True, "seed": 0} | params))
         request = Request(
             name,
             prompt,
-            SamplingParams(**({"max_tokens": 5, "ignore_eos": True, "seed": 0} | params)),
+            sampling if beams is None else beams.sampling,
+            beam_search=beams,
             arrival=self.arrivals if arrival is None else arrival,
             eos_token_ids=frozenset({EOS}),
             max_model_len=self.scheduler.max_model_len,
@@ -73,24 +96,31 @@ class Driver:
         return request
 
     def slots(self, request: Request, start: int, end: int) -> list[int]:
-        size, table = self.manager.block_size, self.manager.block_ids(request.request_id)
+        size, table = self.manager.block_size, self.manager.block_ids(request)
         return [table[i // size] * size + i % size for i in range(start, end)]
 
-    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        size, before = self.manager.block_size, dict(self.memory)
-        for source, target in copies:
+    def copy_blocks(
+        self, pairs: list[tuple[int, int]], source_of: dict[int, int | None], into: dict[int, int | None]
+    ) -> None:
+        size, before = self.manager.block_size, dict(source_of)
+        for source, target in pairs:
             for offset in range(size):
-                self.memory[target * size + offset] = before.get(source * size + offset)
+                into[target * size + offset] = before.get(source * size + offset)
 
-    def forward(self, schedule: Schedule) -> list[int]:
-        self.copy_blocks(schedule.copies)
+    def move_blocks(self, schedule: Schedule) -> None:
+        self.copy_blocks(schedule.swap_outs, self.memory, self.host)
+        self.copy_blocks(schedule.swap_ins, self.host, self.memory)
+        self.copy_blocks(schedule.copies, self.memory, self.memory)
+
+    def forward(self, schedule: Schedule) -> tuple[list[int], list[Candidates]]:
+        self.move_blocks(schedule)
         for row in schedule.rows:
             end = row.start + row.num_tokens
             for i, slot in enumerate(self.slots(row.request, row.start, end), row.start):
                 block = self.manager.pool.blocks[slot // self.manager.block_size]
                 assert self.manager._writable(block), f"{row.request.request_id} writes to {block}"
                 self.memory[slot] = content(row.request, i + 1)
-        tokens = []
+        tokens, offers = [], []
         for row in schedule.rows:
             length = row.request.num_tokens
             assert row.samples == (row.start + row.num_tokens == length)
@@ -98,15 +128,18 @@ class Driver:
                 held = [self.memory[slot] for slot in self.slots(row.request, 0, length)]
                 assert held == [content(row.request, i + 1) for i in range(length)]
                 tokens += [next_token(row.request, key) for key in row.request.draw_keys()]
-        return tokens
+                search = row.request.lead.search
+                if search is not None:
+                    offers.append(candidates(row.request, search.num_candidates))
+        return tokens, offers
 
     def step(self) -> Schedule:
         schedule = self.scheduler.schedule()
-        assert schedule.rows or schedule.finished or not self.scheduler.has_unfinished()
+        assert schedule.rows or schedule.finished or schedule.preempted or not self.scheduler.has_unfinished()
         assert schedule.num_tokens == sum(row.num_tokens for row in schedule.rows)
         assert schedule.num_tokens <= self.scheduler.max_num_batched_tokens
         assert self.scheduler._num_slots() <= self.scheduler.max_num_seqs
-        self.scheduler.update(schedule, self.forward(schedule))
+        self.scheduler.update(schedule, *self.forward(schedule))
         self.manager.check_integrity()
         return schedule
 
@@ -121,6 +154,7 @@ class Driver:
         assert pool.num_free_blocks == len(pool.blocks) - 1
         assert [block.ref_cnt for block in pool.blocks] == [0] * len(pool.blocks)
         assert self.manager.usage == 0.0
+        assert self.manager.host_pool.num_used_blocks == 0
         self.manager.check_integrity()
 
 
@@ -143,6 +177,24 @@ def solo(request: Request, start: int | None = None) -> list[int]:
     while not alone.is_finished:
         alone.append_token(next_token(alone))
     return alone.output_token_ids
+
+
+def solo_search(request: Request) -> list[tuple[float, list[int]]]:
+    """The hypotheses of the same beam search over whole sequences, without any memory."""
+    assert request.search is not None
+    search = BeamSearch(request.search.params, request._ending_ids, request.max_output_tokens)
+    alone = request.fork("solo", 0)
+    del alone.token_ids[request.num_prompt_tokens :]
+    beams = [alone]
+    while True:
+        offers = [candidates(beam, search.num_candidates) for beam in beams]
+        chosen = search.advance([beam.output_token_ids for beam in beams], offers)
+        if not chosen:
+            return [(ended.score, ended.token_ids) for ended in search.hypotheses]
+        parents = [beams[one.parent] for one in chosen]
+        beams = [parent.fork("solo", 0) for parent in parents]
+        for beam, one in zip(beams, chosen, strict=True):
+            beam.token_ids.append(one.token)
 
 
 def tokens(n: int, first: int = 0) -> list[int]:
@@ -243,7 +295,7 @@ def test_only_what_is_not_cached_runs_and_counts() -> None:
     assert rows(driver.step()) == [("a", 48, 1, True), ("b", 47, 1, True)]
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 47)
     assert second.output_token_ids == first.output_token_ids[:1]
-    assert (driver.scheduler.prefix_cache_queries, driver.scheduler.prefix_cache_hits) == (96, 47)
+    assert (driver.scheduler.admission.prefix_cache_queries, driver.scheduler.admission.prefix_cache_hits) == (96, 47)
     salted = driver.add("c", tokens(48), salt="other")
     driver.step()
     assert salted.num_cached_tokens == 0
@@ -298,10 +350,10 @@ def test_a_resumed_request_hits_its_own_blocks_and_gives_the_same_output() -> No
     assert (request.num_tokens, request.num_computed_tokens, driver.manager.usage) == (9, 0, 0.0)
     driver.add("late", tokens(4, 100))
     assert rows(driver.step()) == [("a", 8, 1, True), ("late", 0, 4, True)]
-    assert len(driver.manager.block_ids("a")) == 3
+    assert len(driver.manager.block_ids(request)) == 3
     scheduler = driver.scheduler
-    assert (scheduler.resumed_cache_queries, scheduler.resumed_cache_hits) == (9, 8)
-    assert (scheduler.prefix_cache_queries, scheduler.prefix_cache_hits) == (12, 0)
+    assert (scheduler.admission.resumed_cache_queries, scheduler.admission.resumed_cache_hits) == (9, 8)
+    assert (scheduler.admission.prefix_cache_queries, scheduler.admission.prefix_cache_hits) == (12, 0)
     assert request.num_cached_tokens == 0
     driver.finish_all()
     assert request.output_token_ids == solo(request)
@@ -478,7 +530,7 @@ def test_an_abort_between_schedule_and_update_emits_nothing() -> None:
     schedule = driver.scheduler.schedule()
     drawn = driver.forward(schedule)
     driver.scheduler.abort("a")
-    assert driver.scheduler.update(schedule, drawn) == [kept]
+    assert driver.scheduler.update(schedule, *drawn) == [kept]
     assert aborted.output_token_ids == []
     assert kept.output_token_ids == solo(kept)[:1]
     assert driver.manager.get_computed_blocks(aborted) == ([], 0)
@@ -584,7 +636,7 @@ class AnyOrder(RuleBasedStateMachine):
     """Random adds, steps, failures, aborts, preemptions and resets; every output equals the solo run's."""
 
     @initialize(
-        num_blocks=st.integers(2, 9),
+        num_blocks=st.integers(2, 14),
         block_size=st.integers(1, 4),
         caching=st.booleans(),
         max_num_seqs=st.integers(1, 4),
@@ -592,6 +644,8 @@ class AnyOrder(RuleBasedStateMachine):
         max_model_len=st.integers(4, 40),
         chunked_threshold=st.sampled_from([(True, 0), (True, 1), (True, 3), (False, 0)]),
         scheduling_policy=st.sampled_from(["fcfs", "priority"]),
+        preemption=st.sampled_from(["swap", "swap", "recompute"]),
+        swap_blocks=st.sampled_from([0, 2, 5, 30]),
     )
     def start(self, chunked_threshold: tuple[bool, int], num_blocks: int, block_size: int, **limits: Any) -> None:
         chunked, threshold = chunked_threshold
@@ -622,10 +676,32 @@ class AnyOrder(RuleBasedStateMachine):
         else:
             self.requests.append(request)
 
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=10),
+        width=st.integers(1, 4),
+        max_tokens=st.integers(1, 10),
+        early_stopping=st.sampled_from([False, True, "never"]),
+        length_penalty=st.sampled_from([0.0, 1.0, -0.5, 2.0]),
+        stop_token_ids=st.sampled_from([(), (1, 3, 4), tuple(range(10))]),
+        priority=st.integers(-1, 2),
+    )
+    def add_beams(self, prompt: list[int], width: int, priority: int, **params: Any) -> None:
+        name = str(len(self.requests))
+        try:
+            request = self.driver.add(name, prompt, priority=priority, beams=BeamSearchParams(width, **params))
+        except ValueError:
+            assert self.driver.scheduler.get(name) is None
+        else:
+            self.requests.append(request)
+
     @precondition(lambda self: any(not request.is_finished for request in self.family()))
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         parent = data.draw(st.sampled_from([request for request in self.family() if not request.is_finished]))
+        if parent.search is not None:
+            parent = data.draw(st.sampled_from(parent.sequences))
+        if parent.num_output_tokens >= parent.params.max_tokens:
+            return
         child = parent.fork(str(len(self.requests)), params=replace(parent.params, n=1))
         self.forked_at[id(child)] = child.num_tokens
         self.driver.scheduler.fork(parent, child)
@@ -648,21 +724,31 @@ class AnyOrder(RuleBasedStateMachine):
         schedule = self.driver.scheduler.schedule()
         drawn = self.driver.forward(schedule)
         self.driver.scheduler.abort(str(abort))
-        self.driver.scheduler.update(schedule, drawn)
+        self.driver.scheduler.update(schedule, *drawn)
 
-    @rule()
-    def fail(self) -> None:
+    @rule(moved=st.booleans())
+    def fail(self, moved: bool) -> None:
         schedule = self.driver.scheduler.schedule()
+        if moved:
+            self.driver.move_blocks(schedule)
         for row in schedule.rows:
             for slot in self.driver.slots(row.request, row.start, row.start + row.num_tokens):
                 self.driver.memory[slot] = -1
-        assert self.driver.scheduler.fail(schedule) == [row.request for row in schedule.rows]
+        leads = dict.fromkeys(row.request.lead for row in schedule.rows)
+        assert self.driver.scheduler.fail(schedule) == list(leads)
+
+    @precondition(lambda self: self.driver.scheduler._running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        running = list(self.driver.scheduler._running.values())
+        self.driver.scheduler._preempt(data.draw(st.sampled_from(running)))
 
     @rule()
     def preempt_all_and_reset(self) -> None:
         self.driver.scheduler.preempt_all()
         assert self.driver.manager.reset_prefix_cache() is True
         self.driver.memory.clear()
+        self.driver.host.clear()
 
     @precondition(lambda self: self.driver.manager.usage > 0)
     @rule()
@@ -685,6 +771,11 @@ class AnyOrder(RuleBasedStateMachine):
             self.driver.step()
         self.driver.check_empty()
         for request in self.family():
+            if request.search is not None:
+                whole = request.finish_reason in ("stop", "length")
+                found = [(ended.score, ended.token_ids) for ended in request.search.hypotheses]
+                assert not whole or found == solo_search(request)
+                continue
             expected, output = solo(request, self.forked_at.get(id(request))), request.output_token_ids
             whole = request.finish_reason not in ("abort", "error") and request.stop_reason != "kv_cache_full"
             assert output == (expected if whole else expected[: len(output)])

@@ -1,0 +1,85 @@
+"""How running requests give their memory back under pressure, and what would have spared them that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from runtime.memory.kv_cache_manager import KVCacheManager
+from runtime.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Preemption:
+    """Decides between swapping a preempted request out and computing it again, and keeps count.
+
+    `mode`: "swap" and "recompute" always do so, as long as the swap space has room; "auto" does what is quicker for
+    that request: its blocks out and in at the measured copy rate, or its tokens at the measured prefill rate.
+    """
+
+    def __init__(
+        self, manager: KVCacheManager, mode: str = "recompute", measure_copy_rate: Callable[[], float] | None = None
+    ) -> None:
+        """measure_copy_rate: returns blocks a second, one way; 0: there is no swap space after all. Called once, before
+        the first request is swapped out. None: any number of blocks moves at no cost."""
+        self.manager, self.mode = manager, mode
+        self.num_swapped_out = self.num_recomputed = 0  # preemptions
+        self.num_blocks_swapped_out = self.num_blocks_swapped_in = 0
+        self.num_blocks_wanted = 0
+        self.max_running = 0  # of the sequences that ran, with room for all, at the last preemption
+        self._measure, self._copy_rate = measure_copy_rate, None if measure_copy_rate else float("inf")
+        self._prefill_rate: float | None = None  # tokens a second
+        self._is_swap_space_short = False
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A step that computed prompts took that long; later ones weigh more."""
+        rate = num_tokens / seconds
+        self._prefill_rate = rate if self._prefill_rate is None else 0.8 * self._prefill_rate + 0.2 * rate
+
+    def note_shortage(self, num_blocks: int, num_running: int) -> None:
+        """So many blocks would have served all that ran and all that were preempted before; so many sequences ran."""
+        self.num_blocks_wanted = max(self.num_blocks_wanted, num_blocks)
+        self.max_running = num_running
+
+    def release(self, sequences: Sequence[Request]) -> bool:
+        """Take the blocks of a request's sequences; returns whether they were swapped out."""
+        num_blocks = self.manager.num_distinct_blocks(sequences)
+        if num_blocks and self._prefers_swap(num_blocks):
+            if self.manager.swap_out(sequences):
+                self.num_swapped_out += 1
+                return True
+            if not self._is_swap_space_short:
+                self._is_swap_space_short = True
+                pool = self.manager.host_pool
+                logger.warning(
+                    "the swap space is too small: %d of its %d blocks are in use and a preempted request needs %d, so "
+                    "it is computed again; raise swap_space (said once)",
+                    pool.num_used_blocks,
+                    pool.num_blocks,
+                    num_blocks,
+                )
+        for sequence in sequences:
+            self.manager.free(sequence)
+        self.num_recomputed += 1
+        return False
+
+    def _prefers_swap(self, num_blocks: int) -> bool:
+        if self.mode == "recompute" or not self.manager.host_pool.num_blocks:
+            return False
+        if self._copy_rate is None:
+            assert self._measure is not None
+            self._copy_rate = self._measure()
+        if self.mode == "swap" or self._prefill_rate is None or not self._copy_rate:
+            return self._copy_rate > 0
+        return 2 * num_blocks / self._copy_rate < num_blocks * self.manager.block_size / self._prefill_rate
+
+    def advice(self) -> str:
+        """What happened so far, and what would have sufficed."""
+        return (
+            f"{self.num_swapped_out + self.num_recomputed} requests were preempted so far ({self.num_swapped_out} "
+            f"swapped out, {self.num_recomputed} to be computed again): the KV cache has "
+            f"{self.manager.num_usable_blocks} blocks of {self.manager.block_size} tokens, "
+            f"{self.num_blocks_wanted} would have sufficed. Set num_blocks={self.num_blocks_wanted + 1}, or raise "
+            f"gpu_memory_utilization, or lower max_num_seqs to {max(1, self.max_running)}, or add GPUs"
+        )
