@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import logging
 import os
 import sys
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
+    from runtime.memory_report import MemoryReport
+
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +60,13 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
     generate.add_argument("--device", default="auto", help="auto, cpu or cuda[:index]")
     generate.add_argument("--max-model-len", type=int, default=None, help="longest prompt and output, in tokens")
+    generate.add_argument(
+        "--memory-report",
+        type=Path,
+        metavar="FILE",
+        help="write which memory was used for what, as it was before the last piece of text: .txt, .json, or a picture "
+        "(.png, .svg, .pdf; needs the extra plots) with the text beside it",
+    )
     generate.add_argument("--quiet", action="store_true", help="no bars, logs or timings")
     return parser
 
@@ -70,6 +84,8 @@ def _generate(args: argparse.Namespace) -> None:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
         raise ValueError("an empty prompt: give some text to continue")
+    if args.memory_report is not None:
+        _check_report_file(args.memory_report)
     import runtime.engine  # with torch and transformers: seconds that belong to no phase
     from models.checkpoint import resolve
     from runtime.config import EngineConfig
@@ -95,10 +111,15 @@ def _generate(args: argparse.Namespace) -> None:
     with runtime.compile(checkpoint.folder, tokenizer=tokenizer, progress=not args.quiet, **knobs) as engine:
         engine.seconds.fetch += fetched
         first: float | None = None
+        report: MemoryReport | None = None
         for piece in engine.stream(given, params):
             first = time.perf_counter() - start if first is None else first
             print(piece, end="", flush=True)
+            if args.memory_report is not None:
+                report = _latest_report(engine, report)
         print(flush=True)
+        if args.memory_report is not None:
+            _write_report(report or engine.memory_report(), args.memory_report)
         if not args.quiet:
             print(_summary(engine, time.perf_counter() - start, first), file=sys.stderr)
 
@@ -108,6 +129,41 @@ def _chat(tokenizer: Any, prompt: str) -> list[int]:
         raise ValueError("--chat needs a model whose tokenizer has a chat template; this one has none")
     messages = [{"role": "user", "content": prompt}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def _check_report_file(path: Path) -> None:
+    """Raise ValueError if a report could not be written to `path`, as far as that can be known before."""
+    suffix = path.suffix.lower()
+    if suffix not in (".txt", ".json", *_PICTURES):
+        supported = ", ".join((".txt", ".json", *_PICTURES))
+        raise ValueError(f"--memory-report {path}: its suffix must be one of {supported}")
+    if suffix in _PICTURES and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            f"--memory-report {path}: a picture needs matplotlib, which is not installed: pip install "
+            "'pagegraph[plots]', or give a .txt or .json file"
+        )
+    for file in (path, path.with_suffix(".txt")) if suffix in _PICTURES else (path,):
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ValueError(f"--memory-report {path}: {file} cannot be written")
+
+
+def _latest_report(engine: Engine, before: MemoryReport | None) -> MemoryReport:
+    """The report of now, but once the request has ended, and its blocks are free, the one before."""
+    now = engine.memory_report()
+    return now if now.requests or before is None else before
+
+
+def _write_report(report: MemoryReport, path: Path) -> None:
+    """Write a report in the format that the suffix names; with a picture, the text under the same name."""
+    if path.suffix.lower() == ".json":
+        path.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+        return
+    if path.suffix.lower() in _PICTURES:
+        from runtime.memory_picture import draw
+
+        draw(report, path)
+        path = path.with_suffix(".txt")
+    path.write_text(str(report), encoding="utf-8")
 
 
 def _summary(engine: Engine, total: float, first: float | None) -> str:

@@ -1,6 +1,7 @@
 """The `pagegraph` command on a tiny model in a folder: what goes to stdout, and what a user's error looks like."""
 
 import io
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,71 @@ def test_a_users_error_is_one_line(
     assert "Traceback" not in output.err
     assert output.err.splitlines()[-1].startswith("pagegraph: ")
     assert message in output.err.splitlines()[-1]
+
+
+def test_a_memory_report_shows_the_request_before_its_end(
+    folder: Path, expected: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "report.txt"
+    assert generate(folder, PROMPT, "--max-tokens", "12", "--memory-report", str(file)) == 0
+    assert capfd.readouterr().out == expected + "\n"
+    page = file.read_text()
+    assert page.startswith("memory by owner\n")
+    (line,) = [line for line in page.splitlines() if "request-0" in line]
+    assert "running" in line
+    assert "logical 0..1 -> physical 1+ 2 " in line, "8 tokens of the prompt, and from 9 to 11 of the 12 that follow"
+
+
+def test_a_memory_report_as_json(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    assert generate(folder, PROMPT, "--max-tokens", "12", "--memory-report", str(file), "--quiet") == 0
+    report = json.loads(file.read_text())
+    (request,) = report["requests"]
+    assert request["num_tokens"] == request["num_computed_tokens"] + 1 <= len(PROMPT) + 11
+    assert report["pool"]["num_used"] == len(request["table"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_memory_report_after_one_token_shows_what_is_left(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.txt"
+    assert generate(folder, PROMPT, "--max-tokens", "1", "--memory-report", str(file)) == 0
+    assert "no live requests" in file.read_text()
+
+
+@pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.SVG", b"<?xml"), ("a.pdf", b"%PDF")])
+def test_a_picture_of_the_memory_has_its_text_beside_it(folder: Path, tmp_path: Path, name: str, start: bytes) -> None:
+    assert generate(folder, PROMPT, "--memory-report", str(tmp_path / name)) == 0
+    assert (tmp_path / name).read_bytes().startswith(start)
+    assert "request-0" in (tmp_path / "a.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("report", "must be one of .txt, .json, .png, .svg, .pdf"),
+        ("report.jpeg", "must be one of .txt, .json, .png, .svg, .pdf"),
+        ("none/report.txt", "none/report.txt cannot be written"),
+        ("folder.json", "folder.json cannot be written"),
+        ("folder.png", "folder.txt cannot be written"),
+    ],
+)
+def test_a_report_that_cannot_be_written_ends_before_the_model_is_looked_for(
+    tmp_path: Path, name: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for taken in ("folder.json", "folder.txt"):
+        (tmp_path / taken).mkdir()
+    assert generate(tmp_path / "no model", PROMPT, "--memory-report", str(tmp_path / name)) == 2
+    error = capfd.readouterr().err
+    assert message in error
+    assert "no model" not in error
+
+
+def test_a_picture_without_matplotlib_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    assert generate(tmp_path / "no model", PROMPT, "--memory-report", str(tmp_path / "a.png")) == 2
+    assert "pip install 'pagegraph[plots]'" in capfd.readouterr().err
 
 
 def test_a_missing_model_names_what_is_supported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
