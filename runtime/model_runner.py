@@ -53,7 +53,7 @@ class ModelRunner:
     def run(self, schedule: Schedule) -> tuple[list[int], list[Candidates]]:
         """Run a step; returns the drawn tokens, and the candidates of the rows that sample for a beam search.
 
-        Side effects: the caches, in the order swap-out, swap-in, copies, forward.
+        Side effects: the caches, in the order swap-out, swap-in, copies, forward; the manager's transfers are finished.
         """
         if schedule.swap_outs:
             self.swap_space.swap_out(schedule.swap_outs)
@@ -61,12 +61,13 @@ class ModelRunner:
             self.swap_space.swap_in(schedule.swap_ins)
         if schedule.copies:
             self.cache.copy_blocks(schedule.copies)
+        # Not again if the forward is interrupted: it writes to blocks that were swapped out.
+        self._manager.finish_transfers()
         if not schedule.rows:
             return [], []
         outputs = self.executor.run(fill(self._arena, schedule, self._manager))
         sampled = [row for row in schedule.rows if row.samples]
-        num_draws = sum(row.num_draws for row in sampled)
-        return outputs.tokens[:num_draws].tolist(), _candidates(sampled, outputs.logits)
+        return outputs.tokens[: schedule.num_draws].tolist(), _candidates(sampled, outputs.logits)
 
 
 def _candidates(sampled: list[ScheduledRow], logits: Tensor) -> list[Candidates]:

@@ -24,12 +24,17 @@ class RequestStatus(Enum):
     FINISHED = auto()
 
 
+_FINISHED = RequestStatus.FINISHED  # reading an Enum's member costs ten times what a plain name does
+
+
 class Request:
     """The state of one request; the scheduler alone moves it from one status to the next.
 
     `token_ids` is the prompt followed by the output. The first `num_computed_tokens` of them have their keys and values
     in the cache (or in a forward that was launched); `num_cached_tokens` of the prompt were found there at the first
-    admission. `arrival` orders requests, after `priority` (smaller is sooner) where the scheduler honours it.
+    admission. Up to `num_writable_tokens` its blocks are known to be its own to write: the KVCacheManager's note, so
+    that most steps need not look. The next row that samples draws `num_draws` tokens. `arrival` orders requests, after
+    `priority` (smaller is sooner) where the scheduler honours it.
 
     Raises ValueError for an empty prompt.
 
@@ -64,6 +69,7 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_writable_tokens = 0
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -77,6 +83,7 @@ class Request:
         # Shared by all forks: no two of a family get the same index, so no two draw the same noise.
         self._fork_indices = itertools.count(params.n)
         self._noise_seed = (default_seed, arrival) if params.seed is None else (params.seed, None)
+        self.num_draws = params.n
         self._become(0, params)
         self.lead = self
         self.beams: list[Request] = []
@@ -100,14 +107,10 @@ class Request:
         """How many sequences it may become by itself while it runs."""
         return self.num_draws if self.search is None else self.search.params.beam_width
 
-    @property
-    def num_draws(self) -> int:
-        """How many tokens the next row that samples draws: n at the end of the prompt, else 1."""
-        undivided = self.child_index == 0 and not self.children and self.num_output_tokens == 0
-        return self.params.n if undivided else 1
-
     def draw_keys(self) -> list[int]:
         """The noise keys of the next draws: its own and, at the end of the prompt, those of the children to come."""
+        if self.num_draws == 1:
+            return [self.noise_key]
         return [self.noise_key, *(self._noise_key(index) for index in range(1, self.num_draws))]
 
     def fork(self, request_id: str, child_index: int | None = None, params: SamplingParams | None = None) -> Request:
@@ -119,6 +122,7 @@ class Request:
         child.request_id = request_id
         child.token_ids, child.block_hashes, child.children = list(self.token_ids), list(self.block_hashes), []
         child.lead, child.beams, child.search = child, [], None
+        child.num_draws, child.num_writable_tokens = 1, 0
         if child_index is None:
             child.root = child
         child._become(next(self._fork_indices) if child_index is None else child_index, params or self.params)
@@ -135,6 +139,9 @@ class Request:
         self.noise_key = self._noise_key(child_index)
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         self._ending_ids = eos | frozenset(params.stop_token_ids)
+        # Lengths, prompt included, from which on it may end and at which it does.
+        self._min_length = self.num_prompt_tokens + params.min_tokens
+        self._max_length = self.num_prompt_tokens + self.max_output_tokens
 
     def _noise_key(self, child_index: int) -> int:
         seed, arrival = self._noise_seed
@@ -160,18 +167,22 @@ class Request:
         """Whether no further token will come."""
         return self.status is RequestStatus.FINISHED
 
-    def append_token(self, token: int) -> None:
-        """Append a sampled token and decide whether it ends the request.
+    def append_token(self, token: int) -> bool:
+        """Append a sampled token; returns whether it ends the request.
 
         EOS and stop tokens (reported as `stop_reason`) end it once `min_tokens` are there, then `max_tokens` and
         `max_model_len` do. Holds no blocks and frees none: that is the scheduler's part.
         """
-        assert not self.is_finished, f"request {self.request_id!r} has ended and got another token"
+        assert self.status is not _FINISHED, f"request {self.request_id!r} has ended and got another token"
         self.token_ids.append(token)
-        if token in self._ending_ids and self.num_output_tokens >= self.params.min_tokens:
+        length = len(self.token_ids)
+        if token in self._ending_ids and length >= self._min_length:
             self.finish("stop", token)
-        elif self.num_output_tokens >= self.max_output_tokens:
+            return True
+        if length >= self._max_length:
             self.finish("length")
+            return True
+        return False
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Mark the request as ended; a later reason replaces an earlier one."""
@@ -181,6 +192,6 @@ class Request:
 
     def masked_token_ids(self) -> tuple[int, ...]:
         """The ids that the next draw must not give, ascending: whatever would end the output before `min_tokens`."""
-        if self.num_output_tokens >= self.params.min_tokens:
+        if len(self.token_ids) >= self._min_length:
             return ()
         return tuple(sorted(self._ending_ids))

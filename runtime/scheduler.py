@@ -6,7 +6,6 @@ chunk or the one token sampled last. `schedule` and `update` are the only two tr
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 from runtime import beams
@@ -17,6 +16,8 @@ from runtime.preemption import Preemption
 from runtime.request import FinishReason, Request, RequestStatus
 from runtime.schedule import Schedule
 from runtime.waiting_queue import WaitingQueue
+
+_RUNNING = RequestStatus.RUNNING  # reading an Enum's member costs ten times what a plain name does
 
 
 class Scheduler:
@@ -134,31 +135,32 @@ class Scheduler:
         chooses beams, and ends requests, whose blocks return to the pool. Rows whose request ended since `schedule` are
         passed over. Returns the requests that got a token.
         """
-        assert len(tokens) == sum(row.num_draws for row in schedule.rows)
+        assert len(tokens) == schedule.num_draws
         self.manager.finish_transfers()
-        sampled, offered = iter(tokens), iter(candidates)
-        advanced = []
-        searches: dict[Request, dict[Request, Candidates]] = {}
+        advanced: list[Request] = []
+        offers: dict[Request, Candidates] = {}
+        offered, end = iter(candidates), 0
         for row in schedule.rows:
-            drawn = list(itertools.islice(sampled, row.num_draws))
-            request, lead = row.request, row.request.lead
-            offer = next(offered) if drawn and lead.search else None
-            if request.status is not RequestStatus.RUNNING:
+            request, start, end = row.request, end, end + row.num_draws
+            is_beam = request.lead.search is not None
+            offer = next(offered) if is_beam and row.num_draws else None
+            if request.status is not _RUNNING:
                 continue
-            request.num_computed_tokens = row.start + row.num_tokens
-            self.manager.publish(request, request.num_computed_tokens)
+            request.num_computed_tokens = num_computed_tokens = row.start + row.num_tokens
+            if num_computed_tokens % self.manager.block_size < row.num_tokens:  # a block became full
+                self.manager.publish(request, num_computed_tokens)
             if offer is not None:
-                searches.setdefault(lead, {})[request] = offer
-                continue
-            if request.num_common_tokens:
-                beams.fork_off(request, self.manager)
-            family = [request, *self._divide(request)] if row.num_draws > 1 else [request]
-            for member, token in zip(family, drawn, strict=False):
-                member.append_token(token)
-                advanced.append(member)
-                if member.is_finished:
-                    self._release(member)
-        for lead, offers in searches.items():
+                offers[request] = offer
+            elif is_beam:
+                beams.fork_off(request.lead, self.manager)
+            elif row.num_draws:
+                advanced.append(request)
+                if row.num_draws > 1:
+                    self._divide(request, tokens[start + 1 : end])
+                    advanced += request.children
+                if request.append_token(tokens[start]):
+                    self._release(request)
+        for lead in dict.fromkeys(request.lead for request in offers):
             beams.select(lead, offers, self.manager)
             advanced.append(lead)
             if lead.is_finished:
@@ -194,9 +196,10 @@ class Scheduler:
             self._preempt(request, keep=False)
         self.manager.forget_swapped()
 
-    def _divide(self, request: Request) -> list[Request]:
-        """Fork off the children of a request for n completions, all before any token is appended."""
-        for index in range(1, request.params.n):
+    def _divide(self, request: Request, tokens: Sequence[int]) -> None:
+        """Fork off the children of a request for n completions, before its own token is appended, with their first."""
+        request.num_draws = 1
+        for index, token in enumerate(tokens, 1):
             child_id = f"{request.request_id}#{index}"
             while child_id in self._requests:  # a user's own id may look like that
                 child_id += "'"
@@ -204,7 +207,8 @@ class Scheduler:
             self._requests[child_id] = child
             self._run_fork(request, child)
             request.children.append(child)
-        return request.children
+            if child.append_token(token):
+                self._release(child)
 
     def _run_fork(self, parent: Request, child: Request) -> None:
         self.manager.fork(parent, child)
@@ -217,11 +221,15 @@ class Scheduler:
 
     def _schedule_running(self, schedule: Schedule) -> None:
         for request in list(self._running.values()):
-            if request.status is not RequestStatus.RUNNING:  # preempted by one before it
+            if request.status is not _RUNNING:  # preempted by one before it
                 continue
             budget = self.max_num_batched_tokens - schedule.num_tokens
             if budget == 0:
                 break
+            start, end = request.num_computed_tokens, len(request.token_ids)
+            if end == start + 1 and end <= request.num_writable_tokens and not request.beams:
+                schedule.add(request, 1)  # most rows of most steps: nothing to decide
+                continue
             rows = self._next_rows(request, budget)
             if self._grow(request, rows, schedule):
                 for sequence, num_tokens in rows:

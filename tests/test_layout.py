@@ -20,7 +20,8 @@ FILES = sorted(path for package in ALLOWED for path in (ROOT / package).rglob("*
 TORCH_FREE = sorted(
     [
         *(ROOT / "runtime" / "memory").glob("*.py"),
-        *(ROOT / "runtime" / f"{name}.py" for name in ("scheduler", "request", "sampling", "outputs", "suggest")),
+        *(ROOT / "runtime" / f"{name}.py" for name in ("scheduler", "request", "sampling", "beam_search")),
+        *(ROOT / "runtime" / f"{name}.py" for name in ("outputs", "suggest")),
     ]
 )
 

@@ -61,7 +61,7 @@ class BlockPool:
         """
         blocks = self.free_queue.popleft_n(n)
         for block in blocks:
-            if block.block_hash is not None:
+            if block.content is not None:
                 self._evict(block)
             block.ref_cnt = 1
             block.generation += 1
@@ -94,15 +94,14 @@ class BlockPool:
         self.free_queue.prepend_n(plain)
         self.free_queue.append_n(hashed)
 
-    def cache_full_blocks(self, blocks: Sequence[KVCacheBlock], contents: Sequence[BlockContent]) -> None:
-        """Publish full blocks with what they hold, pairwise. Nothing may write to them afterwards."""
+    def cache_full_block(self, block: KVCacheBlock, content: BlockContent) -> None:
+        """Publish a full block with what it holds. Nothing may write to it afterwards."""
         assert self.enable_caching
-        for block, content in zip(blocks, contents, strict=True):
-            assert not block.is_null
-            assert block.content is None, f"{block} is already published"
-            block.content = content
-            self._cached.setdefault(content.block_hash, {})[block.block_id] = block
-            self._children.setdefault(_child_key(content), {})[block.block_id] = block
+        assert not block.is_null
+        assert block.content is None, f"{block} is already published"
+        block.content = content
+        self._cached.setdefault(content.block_hash, {})[block.block_id] = block
+        self._children.setdefault(_child_key(content), {})[block.block_id] = block
 
     def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
         """The earliest published block with this hash, in use or free; None if there is none. Changes nothing."""

@@ -30,13 +30,14 @@ def hash_block(parent: bytes | None, token_ids: Sequence[int], extra_keys: Extra
     Every part is written with its length and every key with its kind, so no two different inputs share an encoding: an
     adapter named like a salt is another key.
     """
+    parent = parent or b""
     texts = [text.encode("utf-8", "surrogatepass") for pair in extra_keys for text in pair]
-    parts = [parent or b"", struct.pack(f"<{len(token_ids)}q", *token_ids), *texts]
-    digest = blake2b(digest_size=32)
-    for part in parts:
-        digest.update(struct.pack("<q", len(part)))
-        digest.update(part)
-    return digest.digest()
+    # One pack and one digest: this runs in the step that fills a block.
+    layout = f"<q{len(parent)}sq{len(token_ids)}q" + "".join(f"q{len(text)}s" for text in texts)
+    rest = [value for text in texts for value in (len(text), text)]
+    return blake2b(
+        struct.pack(layout, len(parent), parent, 8 * len(token_ids), *token_ids, *rest), digest_size=32
+    ).digest()
 
 
 def extend_block_hashes(

@@ -41,6 +41,11 @@ class HostBlockPool:
         """How many blocks are held."""
         return self.num_blocks - self.num_free_blocks
 
+    @property
+    def usage(self) -> float:
+        """The share of blocks that are held, in [0, 1]; 0 of a pool without blocks."""
+        return self.num_used_blocks / max(1, self.num_blocks)
+
     def find(self, block: KVCacheBlock, num_tokens: int) -> HostBlock | None:
         """The copy of what is now in a held device block, if it has that many tokens."""
         copy = self._copies.get((block.block_id, block.generation))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ class _BlockTable:
     """The blocks of one request in logical order; at least the first `num_published` are in the prefix cache."""
 
     blocks: list[KVCacheBlock] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: array[int] = field(default_factory=lambda: array("i"))  # numpy reads it without a loop
     num_published: int = 0
 
     def extend(self, blocks: Sequence[KVCacheBlock]) -> None:
@@ -160,11 +161,9 @@ class KVCacheManager:
         first, held = start // self.block_size, len(table.blocks)
         num_new = max(0, -(-num_tokens // self.block_size) - held)
         shared = [i for i in range(first, held) if not self._writable(table.blocks[i])]
-        if not num_new and not shared:
-            return []
         if len(shared) + num_new > self.pool.num_free_blocks:
             return None
-        return self._extend_table(table, start, shared, num_new)
+        return self._extend_table(request, table, start, shared, num_new)
 
     def _begin_table(
         self, request: Request, num_tokens: int, computed: Sequence[KVCacheBlock | HostBlock], start: int
@@ -178,20 +177,25 @@ class KVCacheManager:
             return None
         # Before anything is taken: a hit in the free list could otherwise be handed out as a new block.
         self.pool.touch(hits)
+        for other in self._swapped:  # those whose blocks are being loaded may have lost their last one's sole ownership
+            other.num_writable_tokens = 0
         loaded = self.pool.get_new_blocks(len(loads))
         self._swap_ins += zip(loads, loaded, strict=True)
         table, fresh = self._tables.setdefault(request, _BlockTable()), iter(loaded)
         table.extend([block if isinstance(block, KVCacheBlock) else next(fresh) for block in computed])
         full = table.blocks[: start // self.block_size]
         table.num_published = next((i for i, block in enumerate(full) if block.content is None), len(full))
-        return loaded + self._extend_table(table, start, shared, num_new)
+        return loaded + self._extend_table(request, table, start, shared, num_new)
 
-    def _extend_table(self, table: _BlockTable, start: int, shared: list[int], num_new: int) -> list[KVCacheBlock]:
+    def _extend_table(
+        self, request: Request, table: _BlockTable, start: int, shared: list[int], num_new: int
+    ) -> list[KVCacheBlock]:
         """Private blocks in the places `shared`, copied where tokens before `start` are in them, and new ones."""
         new_blocks = self.pool.get_new_blocks(len(shared) + num_new)
         for index, block in zip(shared, new_blocks, strict=False):
             self._replace(table, index, block, copy=index * self.block_size < start)
         table.extend(new_blocks[len(shared) :])
+        request.num_writable_tokens = len(table.blocks) * self.block_size
         return new_blocks
 
     def fork(self, parent: Request, child: Request, num_tokens: int | None = None) -> None:
@@ -207,6 +211,7 @@ class KVCacheManager:
         count, full = self.num_blocks_for(num_tokens), num_tokens // self.block_size
         self._tables[child] = _BlockTable(table.blocks[:count], table.block_ids[:count], min(table.num_published, full))
         self.pool.touch(table.blocks[:count])
+        parent.num_writable_tokens = 0
 
     def swap_out(self, requests: Sequence[Request]) -> bool:
         """Move the computed tokens of requests to the swap space and free their blocks.
@@ -255,10 +260,9 @@ class KVCacheManager:
         if not self.enable_prefix_caching or end <= start:
             return
         self._extend_hashes(request)
-        # A block that was loaded for several tables may have been published with another one of them.
-        new = [index for index in range(start, end) if table.blocks[index].content is None]
-        contents = [self._content(request, index) for index in new]
-        self.pool.cache_full_blocks([table.blocks[index] for index in new], contents)
+        for index, block in enumerate(table.blocks[start:end], start):
+            if block.content is None:  # else it was loaded for several tables, and published with another one of them
+                self.pool.cache_full_block(block, self._content(request, index))
         table.num_published = end
 
     def free(self, request: Request) -> None:
@@ -269,6 +273,7 @@ class KVCacheManager:
     def retract(self, request: Request) -> None:
         """Give back the blocks that `request` holds on the device, the tail first so that prefixes live longest."""
         table = self._tables.pop(request, None)
+        request.num_writable_tokens = 0
         if table is not None:
             self.pool.free_blocks(reversed(table.blocks))
             self._swap_ins = [load for load in self._swap_ins if load[1].ref_cnt]
@@ -295,8 +300,8 @@ class KVCacheManager:
         for request in list(self._swapped):
             self._discard_swapped(request)
 
-    def block_ids(self, request: Request) -> list[int]:
-        """The live table of a request as physical block ids, not to be changed by the caller."""
+    def block_ids(self, request: Request) -> array[int]:
+        """The live table of a request as physical block ids (C ints), not to be changed by the caller."""
         return self._tables[request].block_ids
 
     def reset_prefix_cache(self) -> bool:
@@ -309,12 +314,15 @@ class KVCacheManager:
         O(pool); changes nothing.
         """
         for request, table in self._tables.items():
-            actual = [block.block_id for block in table.blocks]
-            assert actual == table.block_ids, f"{request.request_id!r}: blocks {actual} != ids {table.block_ids}"
+            actual, ids = [block.block_id for block in table.blocks], table.block_ids.tolist()
+            assert actual == ids, f"{request.request_id!r}: blocks {actual} != ids {ids}"
             hashed = [block.block_hash for block in table.blocks[: table.num_published]]
             known = [*request.block_hashes[: len(hashed)], *hashed[len(request.block_hashes) :]]
             intact = None not in hashed and hashed == known
             assert intact, f"{request.request_id!r}: {table.num_published} published, but hashed {hashed}"
+            first, end = (n // self.block_size for n in (request.num_computed_tokens, request.num_writable_tokens))
+            unwritten = [block for block in table.blocks[first:end] if block.content is None]
+            assert all(map(self._writable, unwritten)), f"{request.request_id!r} may not write all of {unwritten}"
         sources, targets = {source for source, _ in self.pending_copies}, [target for _, target in self.pending_copies]
         assert len(set(targets)) == len(targets), f"destination twice in {self.pending_copies}"
         assert not sources & set(targets), f"source and destination in {self.pending_copies}"
@@ -359,12 +367,9 @@ class KVCacheManager:
 
     def _content(self, request: Request, index: int) -> BlockContent:
         hashes, start = request.block_hashes, index * self.block_size
-        return BlockContent(
-            block_hash=hashes[index],
-            parent=hashes[index - 1] if index else None,
-            token_ids=tuple(request.token_ids[start : start + self.block_size]),
-            extra_keys=request.extra_keys,
-        )
+        parent = hashes[index - 1] if index else None
+        token_ids = tuple(request.token_ids[start : start + self.block_size])
+        return BlockContent(hashes[index], parent, token_ids, request.extra_keys)
 
     def _extend_hashes(self, request: Request) -> None:
         extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, request.extra_keys)

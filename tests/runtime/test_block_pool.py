@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from runtime.memory.block import FreeKVCacheBlockQueue, KVCacheBlock
@@ -15,6 +17,11 @@ def ids(blocks: list[KVCacheBlock]) -> list[int]:
 
 def free_ids(pool: BlockPool) -> list[int]:
     return ids(pool.free_queue.get_all_free_blocks())
+
+
+def publish(pool: BlockPool, blocks: Sequence[KVCacheBlock], contents: Sequence[BlockContent]) -> None:
+    for block, content in zip(blocks, contents, strict=True):
+        pool.cache_full_block(block, content)
 
 
 def contents(*hashes: bytes) -> list[BlockContent]:
@@ -113,7 +120,7 @@ def test_usage_is_the_share_of_usable_blocks() -> None:
 def test_unhashed_blocks_are_reused_first_and_hashed_ones_last() -> None:
     pool = BlockPool(7)
     blocks = pool.get_new_blocks(4)
-    pool.cache_full_blocks(blocks[:2], contents(b"a", b"b"))
+    publish(pool, blocks[:2], contents(b"a", b"b"))
     pool.free_blocks(reversed(blocks))
     assert free_ids(pool) == [4, 3, 5, 6, 2, 1]
 
@@ -121,7 +128,7 @@ def test_unhashed_blocks_are_reused_first_and_hashed_ones_last() -> None:
 def test_touch_takes_a_free_block_out_of_the_queue_and_keeps_its_hash() -> None:
     pool = BlockPool(4)
     (block,) = pool.get_new_blocks(1)
-    pool.cache_full_blocks([block], contents(b"a"))
+    publish(pool, [block], contents(b"a"))
     pool.free_blocks([block])
     pool.touch([block])
     pool.touch([block])
@@ -134,7 +141,7 @@ def test_touch_takes_a_free_block_out_of_the_queue_and_keeps_its_hash() -> None:
 def test_a_reused_block_leaves_the_map_and_its_duplicate_stays_findable() -> None:
     pool = BlockPool(3)
     first, second = pool.get_new_blocks(2)
-    pool.cache_full_blocks([first, second], contents(b"same", b"same"))
+    publish(pool, [first, second], contents(b"same", b"same"))
     assert pool.get_cached_block(b"same") is first
     pool.free_blocks([first])
     assert pool.get_new_blocks(1) == [first]
@@ -149,7 +156,7 @@ def test_a_reused_block_leaves_the_map_and_its_duplicate_stays_findable() -> Non
 def test_reset_is_refused_while_a_block_is_in_use() -> None:
     pool = BlockPool(4)
     blocks = pool.get_new_blocks(2)
-    pool.cache_full_blocks(blocks, contents(b"a", b"b"))
+    publish(pool, blocks, contents(b"a", b"b"))
     pool.free_blocks(blocks[1:])
     assert pool.reset_prefix_cache() is False
     assert pool.get_cached_block(b"b") is blocks[1]
@@ -178,7 +185,7 @@ def test_freeing_once_too_often_is_caught() -> None:
 def test_integrity_error_prints_the_arithmetic() -> None:
     pool = BlockPool(6)
     blocks = pool.get_new_blocks(3)
-    pool.cache_full_blocks(blocks[:1], contents(b"a"))
+    publish(pool, blocks[:1], contents(b"a"))
     pool.check_integrity({1: 1, 2: 1, 3: 1})
     with pytest.raises(AssertionError, match="block 3: 0 table references and holds != ref_cnt 1"):
         pool.check_integrity({1: 1, 2: 1})

@@ -28,7 +28,7 @@ def free_ids(manager: KVCacheManager) -> list[int]:
 
 
 def table_of(manager: KVCacheManager, name: str) -> list[int]:
-    return manager.block_ids({request.request_id: request for request in manager.tables()}[name])
+    return list(manager.block_ids({request.request_id: request for request in manager.tables()}[name]))
 
 
 def admit(manager: KVCacheManager, request: Request) -> tuple[list[int], list[int]]:
@@ -79,14 +79,15 @@ def test_decode_takes_a_block_only_at_a_boundary_and_publishes_the_old_tail() ->
     manager = KVCacheManager(11, 16)
     request = make_request("a", range(55))
     admit(manager, request)
-    table = table_of(manager, "a")
+    table = manager.block_ids(request)
     request.token_ids += range(4)
     assert manager.allocate_slots(request, 59) == []
     request.token_ids += range(19)
     new = manager.allocate_slots(request, 78)
     assert new is not None
     assert ids(new) == [5]
-    assert table_of(manager, "a") is table == [1, 2, 3, 4, 5]
+    assert manager.block_ids(request) is table
+    assert list(table) == [1, 2, 3, 4, 5]
     assert manager.pool.blocks[4].block_hash is None
     manager.publish(request, 78)
     assert manager.pool.blocks[4].block_hash == request.block_hashes[3]
@@ -384,10 +385,10 @@ def test_integrity_names_a_table_that_disagrees() -> None:
     manager = KVCacheManager(5, 4)
     request = make_request("a", range(8))
     admit(manager, request)
-    table_of(manager, "a").append(4)
+    manager.block_ids(request).append(4)
     with pytest.raises(AssertionError, match=r"'a': blocks \[1, 2\] != ids \[1, 2, 4\]"):
         manager.check_integrity()
-    table_of(manager, "a").pop()
+    manager.block_ids(request).pop()
     manager.pool.blocks[2].ref_cnt = 2
     with pytest.raises(AssertionError, match="block 2: 1 table references and holds != ref_cnt 2"):
         manager.check_integrity()
