@@ -57,7 +57,7 @@ def fork_off(lead: Request, manager: KVCacheManager) -> None:
 
 
 def select(lead: Request, candidates: Mapping[Request, Candidates], manager: KVCacheManager) -> None:
-    """Let the search choose the beams of the next step, or end the request with it.
+    """Let the search choose the beams of the next step from what each offers, or end the request with it.
 
     Beams that do not go on take over the tokens and the blocks of those that go on more than once.
     """

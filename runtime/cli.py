@@ -140,7 +140,7 @@ def _check_report_file(path: Path) -> None:
     if suffix in _PICTURES and importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
             f"--memory-report {path}: a picture needs matplotlib, which is not installed: pip install "
-            "'pagegraph[plots]', or give a .txt or .json file"
+            "matplotlib, or give a .txt or .json file"
         )
     for file in (path, path.with_suffix(".txt")) if suffix in _PICTURES else (path,):
         if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
-from runtime.beam_search import BeamSearch
+from runtime.beam_search import Hypothesis
 from runtime.detokenizer import Decoder, IncrementalDetokenizer
 from runtime.outputs import CompletionOutput, RequestOutput
 from runtime.request import Request
@@ -17,6 +18,7 @@ class Completions:
         self.root, self.prompt, self._tokenizer = root, prompt, tokenizer
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}  # by child index
         self._num_decoded: Counter[int] = Counter()  # output tokens that the detokenizer has taken
+        self._texts: list[str] = []  # of the hypotheses of a search
         if tokenizer is not None:  # now, since it decodes the prompt, which may raise
             self._detokenizer(root)
 
@@ -46,16 +48,22 @@ class Completions:
         forked._tokenizer = self._tokenizer
         if self._tokenizer is not None:
             params, parent = child.params, self._detokenizer(self.root)
+            num_decoded = self._num_decoded[self.root.child_index]
+            if self.root.search is not None:  # nothing of a beam has been decoded before
+                parent, num_decoded = self._read(child.output_token_ids), child.num_output_tokens
             forked._detokenizers[child.child_index] = parent.fork(stop=tuple(params.stop), min_tokens=params.min_tokens)
-            forked._num_decoded[child.child_index] = self._num_decoded[self.root.child_index]
+            forked._num_decoded[child.child_index] = num_decoded
         return forked
 
     def take(self, member: Request) -> str | None:
-        """Decode what is new of one of the members, and what is held back once it has ended.
+        """Decode what is new of one of the members, and what is held back once it has ended; of a search, its results.
 
         Returns the stop string that is now complete, or None. Raises what the tokenizer raises.
         """
-        if self._tokenizer is None or member.search is not None:
+        if self._tokenizer is None:
+            return None
+        if member.search is not None:
+            self._texts = [self._text_of(hypothesis) for hypothesis in self._hypotheses]
             return None
         index = member.child_index
         # On a copy: what interrupts the tokenizer half-way leaves the state before, and all is decoded again.
@@ -73,55 +81,59 @@ class Completions:
 
     def output(self) -> RequestOutput:
         """The cumulative output of all completions."""
-        completions = (
-            self._hypotheses(self.root.search)
-            if self.root.search is not None
-            else [
-                CompletionOutput(
-                    index=index,
-                    token_ids=member.output_token_ids,
-                    text=self._text(member),
-                    finish_reason=member.finish_reason,
-                    stop_reason=member.stop_reason,
-                )
-                for index, member in enumerate(self.members)
-            ]
-        )
         return RequestOutput(
             request_id=self.root.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.root.token_ids[: self.root.num_prompt_tokens],
-            outputs=completions,
+            outputs=self._outputs() if self.root.search is None else self._ranked_outputs(),
             finished=self.is_finished,
             num_cached_tokens=self.root.num_cached_tokens,
         )
 
-    def _hypotheses(self, search: BeamSearch) -> list[CompletionOutput]:
-        """What a search has found, best first; nothing if it was cut off before its end."""
-        found = []
-        for index, hypothesis in enumerate(search.hypotheses if self.root.finish_reason in ("stop", "length") else ()):
-            ended = hypothesis.stop_reason is not None
-            found.append(
-                CompletionOutput(
-                    index=index,
-                    token_ids=hypothesis.token_ids,
-                    text=self._decode(hypothesis.token_ids[: len(hypothesis.token_ids) - ended]),
-                    finish_reason="stop" if ended else "length",
-                    stop_reason=hypothesis.stop_reason,
-                    score=hypothesis.score,
-                )
+    def _outputs(self) -> list[CompletionOutput]:
+        return [
+            CompletionOutput(
+                index=index,
+                token_ids=member.output_token_ids,
+                text=self._text(member),
+                finish_reason=member.finish_reason,
+                stop_reason=member.stop_reason,
             )
-        return found
+            for index, member in enumerate(self.members)
+        ]
 
-    def _decode(self, token_ids: list[int]) -> str:
-        if self._tokenizer is None:
-            return ""
-        prompt = self.root.token_ids[: self.root.num_prompt_tokens]
-        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt)
-        for token in token_ids:
-            detokenizer.append(token)
+    def _ranked_outputs(self) -> list[CompletionOutput]:
+        texts = self._texts or [""] * len(self._hypotheses)
+        return [
+            CompletionOutput(
+                index=index,
+                token_ids=hypothesis.token_ids,
+                text=text,
+                finish_reason="length" if hypothesis.stop_reason is None else "stop",
+                stop_reason=hypothesis.stop_reason,
+                score=hypothesis.score,
+            )
+            for index, (hypothesis, text) in enumerate(zip(self._hypotheses, texts, strict=True))
+        ]
+
+    @property
+    def _hypotheses(self) -> list[Hypothesis]:
+        """What a search has found, best first; nothing before its end, nor if it was cut off."""
+        search = self.root.search
+        return search.hypotheses if search is not None and self.root.finish_reason in ("stop", "length") else []
+
+    def _text_of(self, hypothesis: Hypothesis) -> str:
+        # A token that ended it has no text.
+        detokenizer = self._read(hypothesis.token_ids[: None if hypothesis.stop_reason is None else -1])
         detokenizer.finish()
         return detokenizer.text
+
+    def _read(self, token_ids: Sequence[int]) -> IncrementalDetokenizer:
+        """A detokenizer that has taken these tokens of a beam after the prompt."""
+        detokenizer = self._detokenizer(self.root).copy()  # of a search it stays at the end of the prompt
+        for token in token_ids:
+            detokenizer.append(token)
+        return detokenizer
 
     def _text(self, member: Request) -> str:
         return "" if self._tokenizer is None else self._detokenizer(member).text

@@ -292,11 +292,15 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
         self._check_open()
-        scheduler = self.scheduler
+        scheduler, preemption = self.scheduler, self._preemption
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_preemptions=scheduler.num_preemptions,
+            num_preemptions_swapped=preemption.num_swapped_out,
+            num_preemptions_recomputed=scheduler.num_preemptions - preemption.num_swapped_out,
+            num_blocks_swapped_out=preemption.num_blocks_swapped_out,
+            num_blocks_swapped_in=preemption.num_blocks_swapped_in,
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
@@ -305,6 +309,7 @@ class Engine:
             resumed_cache_queries=scheduler.admission.resumed_cache_queries,
             resumed_cache_hits=scheduler.admission.resumed_cache_hits,
             kv_cache_usage=scheduler.manager.usage,
+            swap_space_usage=scheduler.manager.host_pool.usage,
             num_recompiles=self.runner.executor.num_recompiles,
         )
 

@@ -12,11 +12,19 @@ class EngineStats:
     A preempted request finds its own blocks again when it resumes: those look-ups are counted apart (`resumed_…`),
     since they say nothing about sharing. `kv_cache_usage` is the share of usable blocks in use. `num_recompiles` is 0
     unless the compiled graph was lost (torch._dynamo.reset()) and the engine went on uncompiled.
+
+    `num_preemptions` is the sum of those swapped out and those to be recomputed. Blocks that several sequences share
+    move, and count, once; what the prefix cache still has is not swapped in. `swap_space_usage` is the share of the
+    host's blocks in use, 0 if there are none.
     """
 
     num_running: int
     num_waiting: int
     num_preemptions: int
+    num_preemptions_swapped: int
+    num_preemptions_recomputed: int
+    num_blocks_swapped_out: int
+    num_blocks_swapped_in: int
     num_steps: int
     num_prompt_tokens: int
     num_output_tokens: int
@@ -25,6 +33,7 @@ class EngineStats:
     resumed_cache_queries: int
     resumed_cache_hits: int
     kv_cache_usage: float
+    swap_space_usage: float
     num_recompiles: int
 
 

@@ -142,9 +142,9 @@ def test_a_request_can_be_forked_in_any_live_state(
     assert completions(outputs["a"]) == completions(outputs["b"]) == [hf_greedy(llama, PROMPT, 8)]
 
 
-def test_a_fork_of_a_long_request_copies_one_block_at_most(llama: PreTrainedModel, make_engine: MakeEngine) -> None:
-    engine = make_engine(llama, num_blocks=200)
-    engine.add_request([3] * 201, replace(DRAWN, max_tokens=20), request_id="a")
+def test_a_fork_of_a_long_request_copies_one_block_at_most(tiny_model, make_engine: MakeEngine) -> None:
+    engine = make_engine(tiny_model("llama", max_position_embeddings=4096), num_blocks=520)
+    engine.add_request([3] * 2001, replace(DRAWN, max_tokens=20), request_id="a")
     engine.step()
     copied: list[tuple[int, int]] = []
     copy_blocks = engine.runner.cache.copy_blocks
@@ -154,8 +154,8 @@ def test_a_fork_of_a_long_request_copies_one_block_at_most(llama: PreTrainedMode
     assert engine.stats().kv_cache_usage == usage
     engine.step()
     assert len(copied) == 1
-    assert engine.stats().num_prompt_tokens == 201
-    assert engine.stats().kv_cache_usage == pytest.approx(usage + 1 / 199)
+    assert (engine.stats().num_prompt_tokens, engine.stats().num_output_tokens) == (2001, 1 + 2)
+    assert engine.stats().kv_cache_usage == pytest.approx(usage + 1 / 519)
 
 
 def test_a_fork_needs_a_live_parent_a_new_id_and_room_for_tokens(
