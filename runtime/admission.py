@@ -122,7 +122,7 @@ def _check_beams(request: Request, manager: KVCacheManager, most: int) -> None:
             f"{name}: beam_width={width} sequences are more than may run in one step, {most}: lower beam_width or "
             "raise max_num_seqs and max_num_batched_tokens"
         )
-    needed = beams.num_worst_case_blocks(request, manager)
+    needed = manager.num_worst_case_blocks(request)
     if needed > manager.num_usable_blocks:
         raise ValueError(
             f"{name}: {width} beams of up to {request.num_prompt_tokens + request.max_output_tokens} tokens can take "

@@ -81,11 +81,3 @@ def select(lead: Request, candidates: Mapping[Request, Candidates], manager: KVC
             beam.status = RequestStatus.RUNNING
     for beam, continuation in zip(beams, chosen, strict=True):
         beam.token_ids.append(continuation.token)
-
-
-def num_worst_case_blocks(lead: Request, manager: KVCacheManager) -> int:
-    """Blocks that a search holds in the worst case: the prompt's full blocks once, all else for each beam."""
-    assert lead.search is not None
-    shared = lead.num_prompt_tokens // manager.block_size
-    longest = lead.num_prompt_tokens + lead.max_output_tokens - 1  # the last token's K and V are never written
-    return shared + lead.search.params.beam_width * (manager.num_blocks_for(longest) - shared)

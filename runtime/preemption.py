@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.request import Request
@@ -26,8 +26,10 @@ class Preemption:
         self.manager, self.mode = manager, mode
         self.num_swapped_out = self.num_recomputed = 0  # preemptions
         self.num_blocks_swapped_out = self.num_blocks_swapped_in = 0
-        self.num_blocks_wanted = 0
-        self.max_running = 0  # of the sequences that ran, with room for all, at the last preemption
+        self.num_blocks_wanted = 0  # what would have sufficed so far
+        self.num_sequences_served = (
+            1  # how many sequences at once the pool is certain to serve, as of the last shortage
+        )
         self._measure, self._copy_rate = measure_copy_rate, None if measure_copy_rate else float("inf")
         self._prefill_rate: float | None = None  # tokens a second
         self._is_swap_space_short = False
@@ -37,10 +39,21 @@ class Preemption:
         rate = num_tokens / seconds
         self._prefill_rate = rate if self._prefill_rate is None else 0.8 * self._prefill_rate + 0.2 * rate
 
-    def note_shortage(self, num_blocks: int, num_running: int) -> None:
-        """So many blocks would have served all that ran and all that were preempted before; so many sequences ran."""
+    def note_shortage(self, alive: Iterable[Request], max_num_seqs: int) -> None:
+        """Somebody must be preempted: note what would have served any `max_num_seqs` sequences of those alive at once.
+
+        That is their worst case, without sharing but for that of one request's sequences, and with all their output.
+        """
+        largest = sorted(((self.manager.num_worst_case_blocks(one), one.num_slots) for one in alive), reverse=True)
+        num_blocks = num_sequences = 0
+        self.num_sequences_served = 1
+        for blocks, slots in largest:
+            if num_sequences >= max_num_seqs:
+                break
+            num_blocks, num_sequences = num_blocks + blocks, num_sequences + slots
+            if num_blocks <= self.manager.num_usable_blocks:
+                self.num_sequences_served = num_sequences
         self.num_blocks_wanted = max(self.num_blocks_wanted, num_blocks)
-        self.max_running = num_running
 
     def release(self, sequences: Sequence[Request]) -> bool:
         """Take the blocks of a request's sequences; returns whether they were swapped out."""
@@ -81,5 +94,5 @@ class Preemption:
             f"swapped out, {self.num_recomputed} to be computed again): the KV cache has "
             f"{self.manager.num_usable_blocks} blocks of {self.manager.block_size} tokens, "
             f"{self.num_blocks_wanted} would have sufficed. Set num_blocks={self.num_blocks_wanted + 1}, or raise "
-            f"gpu_memory_utilization, or lower max_num_seqs to {max(1, self.max_running)}, or add GPUs"
+            f"gpu_memory_utilization, or lower max_num_seqs to {self.num_sequences_served}, or add GPUs"
         )

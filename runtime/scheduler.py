@@ -248,7 +248,8 @@ class Scheduler:
         for sequence, num_tokens in rows:
             end = sequence.num_computed_tokens + num_tokens
             while self.manager.allocate_slots(sequence, end) is None:
-                self._note_shortage(sequence, end)
+                if not schedule.preempted:
+                    self.preemption.note_shortage(self._requests.values(), self.max_num_seqs)
                 victim = self._choose_victim()
                 self._preempt(victim)
                 schedule.preempted.append(victim)
@@ -275,14 +276,6 @@ class Scheduler:
     def _choose_victim(self) -> Request:
         """The running request that is preempted next: the last in rank."""
         return max(self._running.values(), key=self._waiting.rank)
-
-    def _note_shortage(self, sequence: Request, num_tokens: int) -> None:
-        """Tell what would have sufficed for a sequence to grow, beside all that run and all that were preempted."""
-        manager = self.manager
-        needed = manager.num_blocks_for(num_tokens) - len(manager.block_ids(sequence))
-        held = manager.num_usable_blocks - manager.pool.num_free_blocks
-        waiting = sum(manager.num_blocks_for(one.num_tokens) for one in self._waiting.preempted())
-        self.preemption.note_shortage(held + max(1, needed) + waiting, self._num_slots() - 1)
 
     def _preempt(self, request: Request, *, keep: bool = True) -> None:
         """Take a running request's blocks and put it, with all its tokens, at the front of the waiting queue.

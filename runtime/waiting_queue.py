@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterator
 
-from runtime.request import Request, RequestStatus
+from runtime.request import Request
 
 
 class WaitingQueue:
@@ -40,10 +39,6 @@ class WaitingQueue:
     def peek(self) -> Request:
         """The request that is served next."""
         return self._requests[0]
-
-    def preempted(self) -> Iterator[Request]:
-        """Those that ran before."""
-        return (request for request in self._requests if request.status is RequestStatus.PREEMPTED)
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""

@@ -98,6 +98,14 @@ class KVCacheManager:
         """How many blocks `num_tokens` tokens take."""
         return -(-num_tokens // self.block_size)
 
+    def num_worst_case_blocks(self, request: Request) -> int:
+        """Blocks that a request can come to hold: its prompt's full blocks once, all else for each of its sequences."""
+        shared = request.num_prompt_tokens // self.block_size
+        longest = (
+            request.num_prompt_tokens + request.max_output_tokens - 1
+        )  # the last token's K and V are never written
+        return shared + request.num_slots * (self.num_blocks_for(longest) - shared)
+
     def tables(self) -> Mapping[Request, Sequence[KVCacheBlock]]:
         """The blocks of every request that holds some, in logical order."""
         return {request: table.blocks for request, table in self._tables.items()}

@@ -34,6 +34,12 @@ def running(manager: KVCacheManager, num_tokens: int, *, computed: int | None = 
     return request
 
 
+def alive(num_tokens: int, n: int = 1) -> Request:
+    """A request that writes that many tokens, half of them as its prompt, before its last one ends it."""
+    params = SamplingParams(max_tokens=num_tokens - num_tokens // 2 + 1, n=n)
+    return Request("a", range(num_tokens // 2), params, arrival=0, eos_token_ids=frozenset(), max_model_len=10_000)
+
+
 def make(mode: str, *, copy_rate: float | None = None, host_blocks: int = 20) -> Preemption:
     """A policy over 20 device blocks of 4 tokens."""
     meter = None if copy_rate is None else Meter(copy_rate)
@@ -173,12 +179,17 @@ def test_the_advice_names_what_happened_and_what_helps() -> None:
     preemption = make("swap", host_blocks=5)
     for num_tokens in (8, 16, 8):
         release(preemption, num_tokens)
-    preemption.note_shortage(27, 3)
-    preemption.note_shortage(25, 2)
+    preemption.note_shortage([alive(36), alive(12), alive(34), alive(36)], max_num_seqs=3)
     assert preemption.advice() == (
         "3 requests were preempted so far (2 swapped out, 1 to be computed again): the KV cache has 20 blocks of 4 "
         "tokens, 27 would have sufficed. Set num_blocks=28, or raise gpu_memory_utilization, or lower max_num_seqs to "
         "2, or add GPUs"
     )
-    preemption.note_shortage(21, 0)
-    assert re.search("lower max_num_seqs to 1,", preemption.advice()), "never to 0"
+    preemption.note_shortage([alive(90)], max_num_seqs=3)
+    assert re.search("27 would have sufficed.* lower max_num_seqs to 1,", preemption.advice()), "never to 0"
+
+
+def test_sequences_of_one_request_share_its_prompt_in_the_worst_case() -> None:
+    preemption = make("swap")
+    preemption.note_shortage([alive(36, n=3), alive(8)], max_num_seqs=4)
+    assert preemption.num_blocks_wanted == 4 + 3 * 5 + 2

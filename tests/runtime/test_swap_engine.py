@@ -291,7 +291,6 @@ def test_the_engine_warns_at_most_once_a_minute(
     assert "5 requests were preempted so far (5 swapped out, 0 to be computed again)" in caplog.messages[-1]
 
 
-@pytest.mark.xfail(strict=True, reason="it counts what is held at the shortage, not what the sequences grow to")
 @pytest.mark.parametrize(
     ("prompts", "num_blocks"),
     [([A, B], 11), (DIFFERENT, 24), (DIFFERENT, 15), (random_prompts(3, 3, 3, 3, 3, 3), 8)],
