@@ -18,6 +18,7 @@ class Completions:
         self.root, self.prompt, self._tokenizer = root, prompt, tokenizer
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}  # by child index
         self._num_decoded: Counter[int] = Counter()  # output tokens that the detokenizer has taken
+        self._prompt_token_ids = root.token_ids[: root.num_prompt_tokens]
         self._texts: list[str] = []  # of the hypotheses of a search
         if tokenizer is not None:  # now, since it decodes the prompt, which may raise
             self._detokenizer(root)
@@ -84,7 +85,7 @@ class Completions:
         return RequestOutput(
             request_id=self.root.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.root.token_ids[: self.root.num_prompt_tokens],
+            prompt_token_ids=self._prompt_token_ids,
             outputs=self._outputs() if self.root.search is None else self._ranked_outputs(),
             finished=self.is_finished,
             num_cached_tokens=self.root.num_cached_tokens,

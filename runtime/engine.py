@@ -36,7 +36,7 @@ from runtime.preemption import Preemption
 from runtime.prompt import Prompt, as_batch, check_arguments, encode
 from runtime.request import Request
 from runtime.sampling import SamplingParams
-from runtime.schedule import Schedule, ScheduledRow
+from runtime.schedule import Schedule
 from runtime.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -410,7 +410,7 @@ class Engine:
             self._note(self._run(schedule))
         outputs = self._deliver()
         seconds = time.perf_counter() - start
-        if any(map(_in_prompt, schedule.rows)):
+        if schedule.num_prompt_tokens:
             self.seconds.prefill += seconds
         else:
             self.seconds.decode += seconds
@@ -453,11 +453,11 @@ class Engine:
         except Exception:
             logger.exception("a step of %d tokens failed; its %d requests end", schedule.num_tokens, len(schedule.rows))
             return self.scheduler.fail(schedule)
-        if any(row.num_tokens > 1 for row in schedule.rows):
+        if schedule.num_tokens > len(schedule.rows):
             self._preemption.note_prefill(schedule.num_tokens, time.perf_counter() - start)
         advanced = self.scheduler.update(schedule, tokens, candidates)
         self._num_output_tokens += len(advanced)
-        self._num_prompt_tokens += sum(row.num_tokens for row in schedule.rows if _in_prompt(row))
+        self._num_prompt_tokens += schedule.num_prompt_tokens
         return advanced
 
     def _take_text(self, completions: Completions, member: Request) -> None:
@@ -470,7 +470,3 @@ class Engine:
         else:
             if stop is not None:
                 self.scheduler.finish(member, "stop", stop)
-
-
-def _in_prompt(row: ScheduledRow) -> bool:
-    return row.start < row.request.num_prompt_tokens

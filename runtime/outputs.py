@@ -26,7 +26,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request so far. `prompt` is None if token ids were given; `num_cached_tokens` of it came from the cache."""
+    """A request so far. `prompt` is None if token ids were given; `num_cached_tokens` of it came from the cache.
+
+    `prompt_token_ids` is one list in all outputs of a request: not to be changed.
+    """
 
     request_id: str
     prompt: str | None

@@ -44,7 +44,8 @@ class Preemption:
 
         That is their worst case, without sharing but for that of one request's sequences, and with all their output.
         """
-        largest = sorted(((self.manager.num_worst_case_blocks(one), one.num_slots) for one in alive), reverse=True)
+        sizes = [(self.manager.num_worst_case_blocks(one), one.num_slots) for one in alive]
+        largest = sorted(sizes, key=lambda size: size[0] / size[1], reverse=True)  # by blocks for each sequence
         num_blocks = num_sequences = 0
         self.num_sequences_served = 1
         for blocks, slots in largest:

@@ -24,8 +24,8 @@ class ScheduledRow:
 
 @dataclass(slots=True)
 class Schedule:
-    """One step: rows to run, with `num_tokens` and `num_draws` in all; who was preempted for it; who ended because the
-    pool is too small.
+    """One step: rows to run, `num_tokens` in all, of which `num_prompt_tokens` in rows that begin in a prompt, drawing
+    `num_draws`; who was preempted for it; who ended because the pool is too small.
 
     Before the forward blocks move, in this order, each pair a (source, destination) of block ids: `swap_outs` from the
     device to the host, `swap_ins` back from it, `copies` on the device.
@@ -38,6 +38,7 @@ class Schedule:
     preempted: list[Request] = field(default_factory=list)
     finished: list[Request] = field(default_factory=list)
     num_tokens: int = 0
+    num_prompt_tokens: int = 0
     num_draws: int = 0
 
     def add(self, request: Request, num_tokens: int) -> None:
@@ -47,9 +48,13 @@ class Schedule:
         self.rows.append(ScheduledRow(request, start, num_tokens, num_draws))
         self.num_tokens += num_tokens
         self.num_draws += num_draws
+        if start < request.num_prompt_tokens:
+            self.num_prompt_tokens += num_tokens
 
     def drop(self, request: Request) -> None:
         """Take the rows of `request` out again, those of its beams too, and give their tokens back."""
-        self.rows = [row for row in self.rows if row.request.lead is not request]
-        self.num_tokens = sum(row.num_tokens for row in self.rows)
-        self.num_draws = sum(row.num_draws for row in self.rows)
+        rows, self.rows = self.rows, []
+        self.num_tokens = self.num_prompt_tokens = self.num_draws = 0
+        for row in rows:
+            if row.request.lead is not request:
+                self.add(row.request, row.num_tokens)

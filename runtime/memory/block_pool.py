@@ -189,6 +189,7 @@ def _child_key(content: BlockContent) -> ChildKey:
 
 def _discard(index: dict[Key, dict[int, KVCacheBlock]], key: Key, block: KVCacheBlock) -> None:
     """Take a block out of an index, and its entry with the last one."""
-    del index[key][block.block_id]
-    if not index[key]:
+    candidates = index[key]
+    del candidates[block.block_id]
+    if not candidates:
         del index[key]

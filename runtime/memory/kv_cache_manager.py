@@ -185,8 +185,9 @@ class KVCacheManager:
             return None
         # Before anything is taken: a hit in the free list could otherwise be handed out as a new block.
         self.pool.touch(hits)
-        for other in self._swapped:  # those whose blocks are being loaded may have lost their last one's sole ownership
-            other.num_writable_tokens = 0
+        if any(block.content is None for block in hits):  # being loaded: no longer its first owner's alone
+            for other in self._swapped:
+                other.num_writable_tokens = 0
         loaded = self.pool.get_new_blocks(len(loads))
         self._swap_ins += zip(loads, loaded, strict=True)
         table, fresh = self._tables.setdefault(request, _BlockTable()), iter(loaded)
