@@ -52,7 +52,8 @@ def resubmitted(engine: Engine, prompt: list[int], params: runtime.BeamSearchPar
         beams: list[list[int]] = [[]]
         while True:
             engine.generate([prompt + beam for beam in beams], one_token, progress=False)
-            assert len(logits) == 1, "the beams of a step did not run in one step: lower --prompt-tokens"
+            if len(logits) != 1:
+                raise ValueError(f"{len(beams)} re-submitted beams did not run in one step: raise --budget")
             logprobs, ids = logits.pop().float().log_softmax(-1).topk(search.num_candidates)
             offers = [list(zip(*row, strict=True)) for row in zip(ids.tolist(), logprobs.tolist(), strict=True)]
             chosen = search.advance(beams, offers)
@@ -97,14 +98,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     found: dict[str, Found] = {}
     prompt_tokens: dict[str, int] = {}
+    copies: dict[str, int] = {}
     for round_number in range(args.rounds + 1):
         for name, search in ways.items():
             engine.reset_prefix_cache()
-            before, start = engine.stats().num_prompt_tokens, time.perf_counter()
+            before, start = engine.stats(), time.perf_counter()
             found[name] = search()
             if round_number:  # the first is for warming up
                 seconds[name].append(time.perf_counter() - start)
-            prompt_tokens[name] = engine.stats().num_prompt_tokens - before
+            after = engine.stats()
+            prompt_tokens[name] = after.num_prompt_tokens - before.num_prompt_tokens
+            copies[name] = after.num_blocks_copied - before.num_blocks_copied
     expected = found["hugging face"]
     rows = []
     for name in ways:
@@ -117,6 +121,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     other / ours for other, ours in zip(seconds[name], seconds["beams in the engine"], strict=True)
                 ),
                 "prompt_tokens": prompt_tokens[name] or None,
+                "block_copies": copies[name] if prompt_tokens[name] else None,
                 "equal_sequences": sum(ours[0] == theirs[0] for ours, theirs in pairs),
                 "max_score_difference": max(abs(ours[1] - theirs[1]) for ours, theirs in pairs),
             }
@@ -155,11 +160,12 @@ def main() -> None:
         f"{result['model']}, {result['dtype']}, {result['threads']} threads: {result['width']} beams, "
         f"{result['prompt_tokens']} prompt tokens, {result['max_tokens']} new ones"
     )
-    columns = ("seconds", "x engine", "prompt tokens", "= HF", "score diff.")
+    columns = ("seconds", "x engine", "prompt tokens", "block copies", "= HF", "score diff.")
     print(f"{'':<22}" + "".join(f"{name:>14}" for name in columns))
     for row in result["rows"]:
         print(
             f"{row['way']:<22}{row['seconds']:>14.2f}{row['of_engine']:>14.2f}{row['prompt_tokens'] or '-':>14}"
+            f"{'-' if row['block_copies'] is None else row['block_copies']:>14}"
             f"{row['equal_sequences']:>14}{row['max_score_difference']:>14.1e}"
         )
     sys.stdout.flush()

@@ -112,14 +112,16 @@ def _generate(args: argparse.Namespace) -> None:
         engine.seconds.fetch += fetched
         first: float | None = None
         report: MemoryReport | None = None
-        for piece in engine.stream(given, params):
-            first = time.perf_counter() - start if first is None else first
-            print(piece, end="", flush=True)
+        try:
+            for piece in engine.stream(given, params):
+                first = time.perf_counter() - start if first is None else first
+                print(piece, end="", flush=True)
+                if args.memory_report is not None:
+                    report = _latest_report(engine, report)
+        finally:
             if args.memory_report is not None:
-                report = _latest_report(engine, report)
+                _write_report(report or engine.memory_report(), args.memory_report)
         print(flush=True)
-        if args.memory_report is not None:
-            _write_report(report or engine.memory_report(), args.memory_report)
         if not args.quiet:
             print(_summary(engine, time.perf_counter() - start, first), file=sys.stderr)
 
@@ -143,8 +145,14 @@ def _check_report_file(path: Path) -> None:
             "matplotlib, or give a .txt or .json file"
         )
     for file in (path, path.with_suffix(".txt")) if suffix in _PICTURES else (path,):
-        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise ValueError(f"--memory-report {path}: {file} cannot be written")
+        existed = os.path.lexists(file)
+        try:
+            with file.open("ab"):  # what os.access says does not hold for root
+                pass
+        except OSError as error:
+            raise ValueError(f"--memory-report {path}: {file} cannot be written ({error.strerror})") from error
+        if not existed:
+            file.unlink()
 
 
 def _latest_report(engine: Engine, before: MemoryReport | None) -> MemoryReport:

@@ -43,15 +43,16 @@ class Completions:
         """Whether there is something to return: of a beam search, not before its end."""
         return self.root.search is None or self.is_finished
 
-    def fork(self, child: Request) -> Completions:
-        """The completions of a fork of the root: its text goes on from here."""
+    def fork(self, member: Request, child: Request) -> Completions:
+        """The completions of `child`, a fork of one of the members or beams: its text goes on from here."""
         forked = Completions(child, self.prompt, None)
         forked._tokenizer = self._tokenizer
         if self._tokenizer is not None:
-            params, parent = child.params, self._detokenizer(self.root)
-            num_decoded = self._num_decoded[self.root.child_index]
-            if self.root.search is not None:  # nothing of a beam has been decoded before
+            if self.root.search is None:
+                parent, num_decoded = self._detokenizer(member), self._num_decoded[member.child_index]
+            else:  # nothing of a beam has been decoded before
                 parent, num_decoded = self._read(child.output_token_ids), child.num_output_tokens
+            params = child.params
             forked._detokenizers[child.child_index] = parent.fork(stop=tuple(params.stop), min_tokens=params.min_tokens)
             forked._num_decoded[child.child_index] = num_decoded
         return forked
@@ -104,6 +105,8 @@ class Completions:
         ]
 
     def _ranked_outputs(self) -> list[CompletionOutput]:
+        if not self._hypotheses:  # cut off: that it was has to be said somewhere
+            return [CompletionOutput(0, [], "", self.root.finish_reason, self.root.stop_reason)]
         texts = self._texts or [""] * len(self._hypotheses)
         return [
             CompletionOutput(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -83,8 +82,8 @@ class EngineConfig:
 
     def _check_swap_space(self) -> None:
         space = self.swap_space
-        if isinstance(space, bool) or not isinstance(space, int | float) or not 0 <= space < math.inf:
-            raise ValueError(f"swap_space must be a number of GiB, at least 0, not {space!r}")
+        if isinstance(space, bool) or not isinstance(space, int | float) or not 0 <= space <= 2**20:
+            raise ValueError(f"swap_space must be a number of GiB from 0 to {2**20}, not {space!r}")
         if self.preemption == "swap" and space == 0:
             raise ValueError("preemption='swap' needs a swap_space above 0; preemption='recompute' needs none")
         if self.preemption == "recompute" and space != EngineConfig.__dataclass_fields__["swap_space"].default:

@@ -33,7 +33,7 @@ from runtime.model_loader import LoadedModel, load
 from runtime.model_runner import ModelRunner
 from runtime.outputs import RequestOutput
 from runtime.preemption import Preemption
-from runtime.prompt import Prompt, as_batch, check_arguments, encode
+from runtime.prompt import Prompt, as_batch, check_arguments, check_params, encode
 from runtime.request import Request
 from runtime.sampling import SamplingParams
 from runtime.schedule import Schedule
@@ -65,7 +65,7 @@ class Engine:
         manager = KVCacheManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching, num_swap_blocks)
         self.runner = ModelRunner(self._loaded, manager, self.config, progress=progress)
         self.seconds.compile = self.runner.seconds
-        self._preemption = Preemption(manager, self.config.preemption, self.runner.copy_rate)
+        self._preemption = Preemption(manager, self.config.preemption, lambda: self.runner.copy_rate())
         self.max_num_batched_tokens = batched_tokens(self.config, self.max_model_len)
         self.scheduler = Scheduler(
             manager,
@@ -136,10 +136,11 @@ class Engine:
         search = params if isinstance(params, BeamSearchParams) else None
         if params is None or isinstance(params, BeamSearchParams):
             params = SamplingParams() if search is None else search.sampling
-        check_arguments(params, request_id, cache_salt, priority)
+        check_params(params, self._model.tokenizer, self._model.vocab_size)
+        check_arguments(request_id, cache_salt, priority)
         if priority and self.config.scheduling_policy != "priority":
             warnings.warn('priority is ignored: give runtime.compile(..., scheduling_policy="priority")', stacklevel=2)
-        token_ids = encode(prompt, params, self._model.tokenizer, self._model.vocab_size)
+        token_ids = encode(prompt, self._model.tokenizer, self._model.vocab_size)
         arrival = next(self._arrivals)
         request = Request(
             request_id if request_id is not None else self._new_id(arrival),
@@ -157,7 +158,8 @@ class Engine:
         if request.search is not None and request.search.num_candidates > self._model.vocab_size:
             raise ValueError(
                 f"beam_width={request.search.params.beam_width} needs {request.search.num_candidates} candidates, and "
-                f"the vocabulary has {self._model.vocab_size} tokens: lower beam_width"
+                f"the vocabulary has {self._model.vocab_size} tokens: lower beam_width, or "
+                "give fewer stop_token_ids"
             )
         completions = Completions(request, prompt if isinstance(prompt, str) else None, self._model.tokenizer)
         self.scheduler.add(request)
@@ -171,32 +173,38 @@ class Engine:
 
         The fork has the same tokens so far and shares their blocks; it draws noise of its own, so it diverges when it
         samples. It has one completion. params: its own from here on (None: the same); `max_tokens` counts the tokens
-        that are there already. Of a request for n completions it is the first that goes on twice, of a beam search
+        that are there already, and a seed of them is the fork's own. Of a request for n completions it is the first
+        live one that goes on twice, of a beam search
         (which needs params) the best beam.
         Raises ValueError for an unknown or ended request, and for parameters that would end the fork at once.
         """
         self._check_open()
         completions = self._completions.get(request_id)
-        if completions is None or completions.root.is_finished:
+        members = completions.members if completions is not None else []
+        parent = next((member for member in members if not member.is_finished), None)
+        if completions is None or parent is None:
             raise ValueError(f"request {request_id!r} is unknown or has ended: only a live request can be forked")
-        parent = completions.root
         if parent.search is not None:
             if params is None:
                 raise ValueError(f"request {request_id!r} is a beam search: give the SamplingParams of its fork")
             parent = max(zip(parent.search.scores, parent.sequences, strict=False), key=lambda beam: beam[0])[1]
         params = parent.params if params is None else params
-        check_arguments(params, new_id, None, 0)
+        check_params(params, self._model.tokenizer, self._model.vocab_size)
+        check_arguments(new_id, None, 0)
         params = replace(params, n=1)
         if params.max_tokens <= parent.num_output_tokens:
             raise ValueError(
                 f"request {request_id!r} has {parent.num_output_tokens} tokens already, so max_tokens="
                 f"{params.max_tokens} leaves none for its fork: raise max_tokens"
             )
-        new_id = new_id if new_id is not None else self._new_id(next(self._arrivals))
+        arrival = next(self._arrivals)
+        new_id = new_id if new_id is not None else self._new_id(arrival)
         self._check_new_id(new_id)
         child = parent.fork(new_id, params=params)
-        self._completions[new_id] = completions.fork(child)
+        child.arrival = arrival
+        forked = completions.fork(parent, child)
         self.scheduler.fork(parent, child)
+        self._completions[new_id] = forked
         return new_id
 
     def step(self) -> list[RequestOutput]:
@@ -292,15 +300,16 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return a snapshot of the counters."""
         self._check_open()
-        scheduler, preemption = self.scheduler, self._preemption
+        scheduler, manager, preemption = self.scheduler, self.scheduler.manager, self._preemption
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_preemptions=scheduler.num_preemptions,
+            num_preemptions=preemption.num_preemptions,
             num_preemptions_swapped=preemption.num_swapped_out,
-            num_preemptions_recomputed=scheduler.num_preemptions - preemption.num_swapped_out,
-            num_blocks_swapped_out=preemption.num_blocks_swapped_out,
-            num_blocks_swapped_in=preemption.num_blocks_swapped_in,
+            num_preemptions_recomputed=preemption.num_recomputed,
+            num_blocks_swapped_out=manager.num_swapped_out,
+            num_blocks_swapped_in=manager.num_swapped_in,
+            num_blocks_copied=manager.num_copied,
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
@@ -308,8 +317,8 @@ class Engine:
             prefix_cache_hits=scheduler.admission.prefix_cache_hits,
             resumed_cache_queries=scheduler.admission.resumed_cache_queries,
             resumed_cache_hits=scheduler.admission.resumed_cache_hits,
-            kv_cache_usage=scheduler.manager.usage,
-            swap_space_usage=scheduler.manager.host_pool.usage,
+            kv_cache_usage=manager.usage,
+            swap_space_usage=manager.host_pool.usage,
             num_recompiles=self.runner.executor.num_recompiles,
         )
 
@@ -336,7 +345,7 @@ class Engine:
         return peak_activation_bytes(self._loaded.adaptation.module, self.runner.cache, sizes, self._loaded.device)
 
     def check_integrity(self) -> None:
-        """Check block tables, reference counts, free list and prefix cache; AssertionError prints what disagrees."""
+        """Check block tables, counts, free list, prefix cache and swap space; AssertionError prints what disagrees."""
         self.scheduler.manager.check_integrity()
         live = [member for completions in self._completions.values() for member in completions.members]
         for member in live:
@@ -350,7 +359,7 @@ class Engine:
     def load_weights(self, source: str | Path | Mapping[str, Tensor]) -> None:
         """Replace the weights by those of a folder, hub id or state dict of the same architecture.
 
-        Running requests are preempted first and computed anew under the new weights; cached prefixes are forgotten.
+        All requests are computed anew under the new weights; cached prefixes, and what is swapped out, are forgotten.
         Raises ValueError for weights that do not fit, and then the old ones are still in place.
         """
         self._check_open()
@@ -366,6 +375,8 @@ class Engine:
             return
         for request_id in list(self._completions):
             self.abort_request(request_id)
+        self._undelivered.clear()
+        self._news.clear()
         self._closed = True
         del self.runner, self._loaded
 
@@ -385,12 +396,12 @@ class Engine:
     def _new_id(self, arrival: int) -> str:
         """An id of ours for a request: its number, and more if the user has given that very id to another one."""
         request_id = f"request-{arrival}"
-        while request_id in self._completions or request_id in self._undelivered:
+        while request_id in self._completions or request_id in self._undelivered or self.scheduler.get(request_id):
             request_id += "'"
         return request_id
 
     def _check_new_id(self, request_id: str) -> None:
-        if request_id in self._completions:
+        if request_id in self._completions or self.scheduler.get(request_id) is not None:
             raise ValueError(f"request {request_id!r} is still alive: give a new id, or wait until it ends or abort it")
         if request_id in self._undelivered:
             raise ValueError(f"request id {request_id!r} has output that step() has not returned yet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -168,7 +169,8 @@ def take_report(
     manager, admission = scheduler.manager, scheduler.admission
     tables, host_pool = manager.tables(), manager.host_pool
     live = [request for request in requests if not request.is_finished]
-    held = tuple(_request_memory(request, tables.get(request, ()), manager) for request in live)
+    holders = Counter(block for blocks in tables.values() for block in blocks)
+    held = tuple(_request_memory(request, tables.get(request, ()), holders, manager) for request in live)
     return MemoryReport(
         weights=weights,
         activations=activations,
@@ -185,7 +187,9 @@ def take_report(
     )
 
 
-def _request_memory(request: Request, blocks: Sequence[KVCacheBlock], manager: KVCacheManager) -> RequestMemory:
+def _request_memory(
+    request: Request, blocks: Sequence[KVCacheBlock], holders: Counter[KVCacheBlock], manager: KVCacheManager
+) -> RequestMemory:
     block_size = manager.block_size
 
     def inside(num_tokens: int, index: int) -> int:
@@ -203,7 +207,7 @@ def _request_memory(request: Request, blocks: Sequence[KVCacheBlock], manager: K
                 block_id=block.block_id,
                 num_tokens=inside(request.num_tokens, index),
                 num_written=inside(request.num_computed_tokens, index),
-                shared=block.ref_cnt > 1,
+                shared=holders[block] > 1,
                 published=block.block_hash is not None,
             )
             for index, block in enumerate(blocks)

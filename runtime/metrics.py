@@ -10,7 +10,8 @@ class EngineStats:
     """A snapshot. Counters run from the engine's start; prefix cache figures are in tokens.
 
     A preempted request finds its own blocks again when it resumes: those look-ups are counted apart (`resumed_…`),
-    since they say nothing about sharing. `kv_cache_usage` is the share of usable blocks in use. `num_recompiles` is 0
+    since they say nothing about sharing. `num_blocks_copied` counts copies on write. `kv_cache_usage` is the share of
+    usable blocks in use. `num_recompiles` is 0
     unless the compiled graph was lost (torch._dynamo.reset()) and the engine went on uncompiled.
 
     `num_preemptions` is the sum of those swapped out and those to be recomputed. Blocks that several sequences share
@@ -25,6 +26,7 @@ class EngineStats:
     num_preemptions_recomputed: int
     num_blocks_swapped_out: int
     num_blocks_swapped_in: int
+    num_blocks_copied: int
     num_steps: int
     num_prompt_tokens: int
     num_output_tokens: int

@@ -57,12 +57,13 @@ class ModelRunner:
         """
         if schedule.swap_outs:
             self.swap_space.swap_out(schedule.swap_outs)
+            self._manager.finish_swap_outs()  # each at once: an interrupted step must not move anything again
         if schedule.swap_ins:
             self.swap_space.swap_in(schedule.swap_ins)
+            self._manager.finish_swap_ins()
         if schedule.copies:
             self.cache.copy_blocks(schedule.copies)
-        # Not again if the forward is interrupted: it writes to blocks that were swapped out.
-        self._manager.finish_transfers()
+            self._manager.finish_copies()
         if not schedule.rows:
             return [], []
         outputs = self.executor.run(fill(self._arena, schedule, self._manager))

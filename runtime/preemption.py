@@ -25,7 +25,6 @@ class Preemption:
         the first request is swapped out. None: any number of blocks moves at no cost."""
         self.manager, self.mode = manager, mode
         self.num_swapped_out = self.num_recomputed = 0  # preemptions
-        self.num_blocks_swapped_out = self.num_blocks_swapped_in = 0
         self.num_blocks_wanted = 0  # what would have sufficed so far
         self.num_sequences_served = (
             1  # how many sequences at once the pool is certain to serve, as of the last shortage
@@ -42,12 +41,13 @@ class Preemption:
     def note_shortage(self, alive: Iterable[Request], max_num_seqs: int) -> None:
         """Somebody must be preempted: note what would have served any `max_num_seqs` sequences of those alive at once.
 
-        That is their worst case, without sharing but for that of one request's sequences, and with all their output.
+        That is their worst case, with all their output. Only sequences that a request has yet to divide into are taken
+        to share its prompt, so it may be more than is needed.
         """
         sizes = [(self.manager.num_worst_case_blocks(one), one.num_slots) for one in alive]
         largest = sorted(sizes, key=lambda size: size[0] / size[1], reverse=True)  # by blocks for each sequence
         num_blocks = num_sequences = 0
-        self.num_sequences_served = 1
+        self.num_sequences_served = max(slots for _, slots in largest)  # each is admitted only if it fits alone
         for blocks, slots in largest:
             if num_sequences >= max_num_seqs:
                 break
@@ -56,10 +56,10 @@ class Preemption:
                 self.num_sequences_served = num_sequences
         self.num_blocks_wanted = max(self.num_blocks_wanted, num_blocks)
 
-    def release(self, sequences: Sequence[Request]) -> bool:
-        """Take the blocks of a request's sequences; returns whether they were swapped out."""
-        num_blocks = self.manager.num_distinct_blocks(sequences)
-        if num_blocks and self._prefers_swap(num_blocks):
+    def release(self, sequences: Sequence[Request], *, keep: bool = True) -> bool:
+        """Take the blocks of a request's sequences; returns whether they were swapped out, which `keep` allows."""
+        num_out, num_in, num_tokens = self.manager.swap_cost(sequences)
+        if keep and num_in and self._prefers_swap(num_out + num_in, num_tokens):
             if self.manager.swap_out(sequences):
                 self.num_swapped_out += 1
                 return True
@@ -71,14 +71,14 @@ class Preemption:
                     "it is computed again; raise swap_space (said once)",
                     pool.num_used_blocks,
                     pool.num_blocks,
-                    num_blocks,
+                    num_out,
                 )
         for sequence in sequences:
             self.manager.free(sequence)
         self.num_recomputed += 1
         return False
 
-    def _prefers_swap(self, num_blocks: int) -> bool:
+    def _prefers_swap(self, num_moves: int, num_tokens: int) -> bool:
         if self.mode == "recompute" or not self.manager.host_pool.num_blocks:
             return False
         if self._copy_rate is None:
@@ -86,12 +86,17 @@ class Preemption:
             self._copy_rate = self._measure()
         if self.mode == "swap" or self._prefill_rate is None or not self._copy_rate:
             return self._copy_rate > 0
-        return 2 * num_blocks / self._copy_rate < num_blocks * self.manager.block_size / self._prefill_rate
+        return num_moves / self._copy_rate < num_tokens / self._prefill_rate
+
+    @property
+    def num_preemptions(self) -> int:
+        """How many requests were preempted so far."""
+        return self.num_swapped_out + self.num_recomputed
 
     def advice(self) -> str:
         """What happened so far, and what would have sufficed."""
         return (
-            f"{self.num_swapped_out + self.num_recomputed} requests were preempted so far ({self.num_swapped_out} "
+            f"{self.num_preemptions} requests were preempted so far ({self.num_swapped_out} "
             f"swapped out, {self.num_recomputed} to be computed again): the KV cache has "
             f"{self.manager.num_usable_blocks} blocks of {self.manager.block_size} tokens, "
             f"{self.num_blocks_wanted} would have sufficed. Set num_blocks={self.num_blocks_wanted + 1}, or raise "

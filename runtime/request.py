@@ -122,7 +122,9 @@ class Request:
         child.request_id = request_id
         child.token_ids, child.block_hashes, child.children = list(self.token_ids), list(self.block_hashes), []
         child.lead, child.beams, child.search = child, [], None
-        child.num_draws, child.num_writable_tokens = 1, 0
+        child.num_draws, child.num_writable_tokens, child.num_common_tokens = 1, 0, 0
+        if params is not None and params.seed is not None:
+            child._noise_seed = params.seed, None
         if child_index is None:
             child.root = child
         child._become(next(self._fork_indices) if child_index is None else child_index, params or self.params)

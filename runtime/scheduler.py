@@ -50,7 +50,6 @@ class Scheduler:
         self.enable_chunked_prefill = enable_chunked_prefill
         threshold = long_prefill_token_threshold if enable_chunked_prefill else 0
         self.max_tokens_per_row = threshold or max_num_batched_tokens
-        self.num_preemptions = 0
         self.admission = Admission(
             manager,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -123,8 +122,6 @@ class Scheduler:
         schedule.swap_outs = self.manager.pending_swap_outs
         schedule.swap_ins = self.manager.pending_swap_ins
         schedule.copies = self.manager.pending_copies
-        self.preemption.num_blocks_swapped_out += len(schedule.swap_outs)
-        self.preemption.num_blocks_swapped_in += len(schedule.swap_ins)
         return schedule
 
     def update(self, schedule: Schedule, tokens: Sequence[int], candidates: Sequence[Candidates] = ()) -> list[Request]:
@@ -283,17 +280,12 @@ class Scheduler:
         keep: its keys and values may be swapped out.
         """
         running = [sequence for sequence in request.sequences if sequence.status is RequestStatus.RUNNING]
-        if keep:
-            self.preemption.release(running)
-        else:
-            for sequence in running:
-                self.manager.free(sequence)
+        self.preemption.release(running, keep=keep)
         del self._running[request.request_id]
         for sequence in running:
             sequence.status = RequestStatus.PREEMPTED
             sequence.num_computed_tokens = 0
         request.num_preemptions += 1
-        self.num_preemptions += 1
         self._waiting.put_back(request)
 
     def _end_if_outgrown(self, request: Request, schedule: Schedule) -> bool:

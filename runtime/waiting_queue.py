@@ -18,9 +18,12 @@ class WaitingQueue:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def rank(self, request: Request) -> tuple[int, int]:
-        """What orders requests: the smaller is served sooner, the largest preempted first."""
-        return request.priority if self.by_priority else 0, request.arrival
+    def rank(self, request: Request) -> tuple[int, int, int]:
+        """What orders requests: the smaller is served sooner, the largest preempted first; children after their root.
+
+        Without priorities the queue itself is in the order of arrival, but for preempted requests, which are first.
+        """
+        return request.priority if self.by_priority else 0, request.arrival, request.child_index
 
     def add(self, request: Request) -> None:
         """Queue a new request."""

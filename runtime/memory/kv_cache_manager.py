@@ -64,6 +64,7 @@ class KVCacheManager:
         self.host_pool = HostBlockPool(num_swap_blocks)
         self._tables: dict[Request, _BlockTable] = {}
         self._swapped: dict[Request, _SwappedTable] = {}
+        self.num_swapped_out = self.num_swapped_in = self.num_copied = 0  # blocks that were moved so far
         self._swap_outs: list[tuple[KVCacheBlock, HostBlock]] = []
         self._swap_ins: list[tuple[HostBlock, KVCacheBlock]] = []
         self._copies: list[tuple[KVCacheBlock, KVCacheBlock]] = []
@@ -111,8 +112,8 @@ class KVCacheManager:
         return {request: table.blocks for request, table in self._tables.items()}
 
     def is_swapped(self, request: Request) -> bool:
-        """Whether the swap space holds a request's tokens."""
-        return request in self._swapped
+        """Whether the swap space holds a request's tokens, and no device block does."""
+        return request in self._swapped and request not in self._tables
 
     def get_computed_blocks(
         self, request: Request, num_tokens: int | None = None
@@ -125,8 +126,9 @@ class KVCacheManager:
         """
         hits, num_hits = self._cached_prefix(request, request.num_tokens if num_tokens is None else num_tokens)
         swapped = self._swapped.get(request)
-        if swapped is None or swapped.num_tokens <= num_hits:
+        if swapped is None or swapped.num_tokens < num_hits:
             return hits, num_hits
+        # At a tie too: a hit inside a block would have to be copied, and what beams share be shared no more.
         # What another table loads in this very step is shared, not loaded again.
         loading = dict(self._swap_ins)
         whole = num_hits // self.block_size
@@ -190,6 +192,7 @@ class KVCacheManager:
                 other.num_writable_tokens = 0
         loaded = self.pool.get_new_blocks(len(loads))
         self._swap_ins += zip(loads, loaded, strict=True)
+        self.host_pool.touch(loads)  # until they are loaded, whatever becomes of the request
         table, fresh = self._tables.setdefault(request, _BlockTable()), iter(loaded)
         table.extend([block if isinstance(block, KVCacheBlock) else next(fresh) for block in computed])
         full = table.blocks[: start // self.block_size]
@@ -211,7 +214,7 @@ class KVCacheManager:
         """Give `child` a table that shares every block of `parent` that holds its first `num_tokens` tokens (None: all
         computed ones), the tail included; of a parent that is swapped out, the host's blocks."""
         assert child not in self._tables, f"{child.request_id!r} has a table already"
-        if parent in self._swapped:
+        if self.is_swapped(parent):
             self._swapped[child] = self._swapped[parent]
             self.host_pool.touch(self._swapped[parent].blocks)
             return
@@ -227,12 +230,12 @@ class KVCacheManager:
 
         All or nothing: False means that there was too little room, or nothing computed, and that nothing changed.
         """
-        distinct: dict[KVCacheBlock, int] = {}
-        for request in requests:
-            for block, filled in self._filled_blocks(request):
-                distinct[block] = max(filled, distinct.get(block, 0))
+        for request in [request for request in requests if request in self._swapped]:
+            self.retract(request)  # its step was interrupted before it was swapped in: the host still has all
+        requests = [request for request in requests if request not in self._swapped]
+        distinct = self._distinct_blocks(requests)
         missing = [(block, filled) for block, filled in distinct.items() if self.host_pool.find(block, filled) is None]
-        if not distinct or len(missing) > self.host_pool.num_free_blocks:
+        if (requests and not distinct) or len(missing) > self.host_pool.num_free_blocks:
             return False
         for block, filled in missing:
             # What was still to be copied there is read from where it comes: swapping out is first.
@@ -247,9 +250,26 @@ class KVCacheManager:
             self.retract(request)
         return True
 
-    def num_distinct_blocks(self, requests: Sequence[Request]) -> int:
-        """How many blocks hold the computed tokens of requests, shared ones counted once."""
-        return len({block for request in requests for block, _ in self._filled_blocks(request)})
+    def swap_cost(self, requests: Sequence[Request]) -> tuple[int, int, int]:
+        """What giving up the blocks of requests costs: (blocks to copy out, blocks to copy back in, tokens to compute
+        otherwise).
+
+        Blocks with a copy on the host need not go out. Those that are published and held by others too are expected to
+        be found again either way. Shared ones count once.
+        """
+        distinct = self._distinct_blocks(requests)
+        holders = Counter(block for request in requests for block in self._tables[request].blocks)
+        lost = {block: n for block, n in distinct.items() if block.content is None or block.ref_cnt == holders[block]}
+        num_out = sum(self.host_pool.find(block, filled) is None for block, filled in distinct.items())
+        return num_out, len(lost), sum(lost.values())
+
+    def _distinct_blocks(self, requests: Sequence[Request]) -> dict[KVCacheBlock, int]:
+        """The blocks that hold computed tokens of requests, and the most that any of them has there."""
+        distinct: dict[KVCacheBlock, int] = {}
+        for request in requests:
+            for block, filled in self._filled_blocks(request):
+                distinct[block] = max(filled, distinct.get(block, 0))
+        return distinct
 
     def _filled_blocks(self, request: Request) -> Iterable[tuple[KVCacheBlock, int]]:
         """The blocks of a table that hold computed tokens, and how many."""
@@ -285,24 +305,41 @@ class KVCacheManager:
         request.num_writable_tokens = 0
         if table is not None:
             self.pool.free_blocks(reversed(table.blocks))
-            self._swap_ins = [load for load in self._swap_ins if load[1].ref_cnt]
+            self._drop_loads([load for load in self._swap_ins if load[1].ref_cnt == 0])
             self._drop_copies([copy for copy in self._copies if copy[1].ref_cnt == 0])
 
-    def finish_transfers(self) -> None:
-        """All that was pending has been run: let go of the copies' sources, and of host blocks that were loaded."""
+    def finish_swap_outs(self) -> None:
+        """What was pending to be swapped out has been."""
+        self.num_swapped_out += len(self._swap_outs)
         self._swap_outs.clear()
-        self._swap_ins.clear()
-        if self._copies:
-            self._drop_copies(list(self._copies))
+
+    def finish_swap_ins(self) -> None:
+        """What was pending to be swapped in has been: let go of the host blocks."""
+        self.num_swapped_in += len(self._swap_ins)
+        self._drop_loads(list(self._swap_ins))
         for request in [request for request in self._swapped if request in self._tables]:
             self._discard_swapped(request)
 
+    def finish_copies(self) -> None:
+        """The pending copies have been run: let go of their sources."""
+        self.num_copied += len(self._copies)
+        self._drop_copies(list(self._copies))
+
+    def finish_transfers(self) -> None:
+        """All that was pending has been run."""
+        if self._swap_outs:
+            self.finish_swap_outs()
+        if self._swap_ins or self._swapped:
+            self.finish_swap_ins()
+        if self._copies:
+            self.finish_copies()
+
     def abandon_transfers(self) -> None:
-        """The step failed, and what was pending may not have been run: forget it, and what was being swapped out."""
+        """The step failed. What it did not move is moved before the next one, but for what it was swapping out: that is
+        forgotten, and computed again, since the swap space itself may be what fails."""
         lost = {host for _, host in self._swap_outs}
         for request in [request for request, swapped in self._swapped.items() if lost & set(swapped.blocks)]:
             self._discard_swapped(request)
-        self.finish_transfers()
 
     def forget_swapped(self) -> None:
         """Drop all that is swapped out; those requests are computed again."""
@@ -342,7 +379,8 @@ class KVCacheManager:
         assert not set(loaded) & set(targets), f"loaded and copied to: {loaded}, {targets}"
         references = Counter(i for table in self._tables.values() for i in table.block_ids)
         self.pool.check_integrity(references + self._holds)
-        self.host_pool.check_integrity(Counter(host for swapped in self._swapped.values() for host in swapped.blocks))
+        held = Counter(host for swapped in self._swapped.values() for host in swapped.blocks)
+        self.host_pool.check_integrity(held + Counter(host for host, _ in self._swap_ins))
 
     def _writable(self, block: KVCacheBlock) -> bool:
         """Whether the one table that holds `block` may write it. A copy that still reads it runs before the forward."""
@@ -366,6 +404,11 @@ class KVCacheManager:
             self.host_pool.free_blocks(swapped.blocks)
             # Nobody will read them, and the next that is swapped out may take the same host blocks.
             self._swap_outs = [swap for swap in self._swap_outs if swap[1].ref_cnt]
+
+    def _drop_loads(self, loads: Sequence[tuple[HostBlock, KVCacheBlock]]) -> None:
+        for load in loads:
+            self._swap_ins.remove(load)
+        self.host_pool.free_blocks(host for host, _ in loads)
 
     def _drop_copies(self, copies: Sequence[tuple[KVCacheBlock, KVCacheBlock]]) -> None:
         for copy in copies:

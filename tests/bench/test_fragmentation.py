@@ -315,5 +315,5 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monk
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", fail)
-    with pytest.raises(ImportError, match=r"pip install 'pagegraph\[plots\]'"):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         fragmentation.main(["--plot", "plot.png"])

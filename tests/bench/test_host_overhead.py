@@ -62,7 +62,7 @@ def test_a_decode_loop_keeps_every_step_but_those_that_end_everyone() -> None:
     loop.run(12)
     assert (len(loop.steps), len(loop.last_steps)) == (12, 2)
     loop.manager.check_integrity()
-    assert loop.scheduler.num_preemptions == 0
+    assert loop.scheduler.preemption.num_preemptions == 0
 
 
 def test_a_pool_that_is_too_small_is_refused() -> None:

@@ -7,6 +7,7 @@ model computes in float64: rounding, which depends on what else is in the batch,
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -133,16 +134,19 @@ class Expected:
 
     def _check_beams(self, output: RequestOutput, params: BeamSearchParams) -> None:
         if self.request.finish_reason == "error":
-            assert output.outputs == []
+            assert [one.token_ids for one in output.outputs] == [[]]
             return
         alone = solo_search(self.tokens, params)
         assert [one.token_ids for one in output.outputs] == [tokens for tokens, _ in alone]
         assert [one.score for one in output.outputs] == pytest.approx([score for _, score in alone], abs=1e-5)
 
 
+# The first two have 10 tokens in common: prompts share whole blocks, and parts of one.
+TEXTS = [[(7 * i * i + 3 * i + (i > 9) * k) % 38 for i in range(20)] for k in (0, 1)] + [[5] * 20]
+PROMPTS = st.builds(lambda text, length: text[:length], st.sampled_from(TEXTS), st.integers(1, 20))
 GREEDY_OR_DRAWN = st.builds(
     SamplingParams,
-    max_tokens=st.integers(1, 12),
+    max_tokens=st.sampled_from([1, 4, 8, 12]),
     temperature=st.sampled_from([0.0, 0.0, 0.9]),
     seed=st.sampled_from([None, 1, 2]),
     n=st.sampled_from([1, 1, 1, 2, 3]),
@@ -162,14 +166,15 @@ class AnyOrder(RuleBasedStateMachine):
     """Random requests in a pool of a few blocks, and what may happen to them."""
 
     @initialize(
-        num_blocks=st.integers(8, 16),
+        num_blocks=st.integers(8, 14),
         caching=st.booleans(),
-        preemption=st.sampled_from(["swap", "swap", "auto", "recompute"]),
-        swap_blocks=st.sampled_from([3, 7, 64]),
+        preemption=st.sampled_from(["swap", "swap", "swap", "auto", "recompute"]),
+        swap_blocks=st.sampled_from([64, 12, 4]),
         is_copying_quick=st.booleans(),
         budget_and_chunking=st.sampled_from([(3, True), (8, True), (64, True), (16, False)]),
         max_num_seqs=st.sampled_from([2, 4, 16]),
         policy=st.sampled_from(["fcfs", "priority"]),
+        first=st.lists(PROMPTS, min_size=2, max_size=4),
     )
     def start(
         self,
@@ -181,6 +186,7 @@ class AnyOrder(RuleBasedStateMachine):
         budget_and_chunking: tuple[int, bool],
         max_num_seqs: int,
         policy: str,
+        first: list[list[int]],
     ) -> None:
         budget, chunking = budget_and_chunking
         space = {} if preemption == "recompute" else {"swap_space": (swap_blocks + 0.5) * BLOCK_BYTES / 2**30}
@@ -199,9 +205,11 @@ class AnyOrder(RuleBasedStateMachine):
         self.engine.runner.executor = self.executor = MishapExecutor(self.engine.runner.executor)
         self.expected: dict[str, Expected] = {}
         self.outputs: dict[str, RequestOutput] = {}
+        for prompt in first:
+            self.add(prompt, SamplingParams(max_tokens=12, temperature=0), 0)
 
     @rule(
-        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=18),
+        prompt=PROMPTS,
         params=GREEDY_OR_DRAWN | SEARCHES,
         priority=st.integers(-1, 1),
     )
@@ -214,25 +222,29 @@ class AnyOrder(RuleBasedStateMachine):
         self._expect(request_id, params)
 
     @precondition(lambda self: self._live())
-    @rule(data=st.data(), params=st.none() | GREEDY_OR_DRAWN)
-    def fork(self, data: st.DataObject, params: SamplingParams | None) -> None:
+    @rule(data=st.data(), params=st.none() | GREEDY_OR_DRAWN, count=st.integers(0, 2))
+    def fork_and_step(self, data: st.DataObject, params: SamplingParams | None, count: int) -> None:
         request_id = data.draw(st.sampled_from(self._live()))
         own = self.expected[request_id].params
         params = params or (own.sampling if isinstance(own, BeamSearchParams) else own)
         if self._request(request_id).num_output_tokens < params.max_tokens:
             params = replace(params, n=1)
             self._expect(self.engine.fork(request_id, params), params)
+        self.step(count)
 
-    @rule(count=st.integers(1, 4))
+    @rule(count=st.integers(1, 5))
     def step(self, count: int) -> None:
         for _ in range(count):
             self._step()
 
     @precondition(lambda self: self.engine.scheduler._running)
-    @rule(data=st.data())
-    def preempt(self, data: st.DataObject) -> None:
-        running = list(self.engine.scheduler._running.values())
-        self.engine.scheduler._preempt(data.draw(st.sampled_from(running)))
+    @rule(data=st.data(), count=st.integers(0, 3))
+    def preempt_and_step(self, data: st.DataObject, count: int) -> None:
+        running = st.sampled_from(list(self.engine.scheduler._running))
+        for request_id in data.draw(st.lists(running, min_size=1, unique=True)):
+            self.engine.scheduler._preempt(self._request(request_id))
+            self.intact()
+        self.step(count)
 
     @precondition(lambda self: self._live())
     @rule(data=st.data())
@@ -242,24 +254,20 @@ class AnyOrder(RuleBasedStateMachine):
         del self.expected[request_id]
         self.outputs.pop(request_id, None)
 
-    @rule()
-    def reset(self) -> None:
-        is_idle = self.engine.stats().kv_cache_usage == 0
-        assert self.engine.reset_prefix_cache() is is_idle
-
-    @rule()
-    def load_the_same_weights(self) -> None:
-        self.engine.load_weights(model().state_dict())
-        assert self.engine.stats().swap_space_usage == 0.0
-
-    @rule(error=st.sampled_from([KeyboardInterrupt, RuntimeError]))
-    def step_with_a_mishap(self, error: type[BaseException]) -> None:
-        self.executor.error = error("after the forward")
-        try:
-            self._step()
-        except KeyboardInterrupt:
-            assert error is KeyboardInterrupt
-        self.executor.error = None
+    @rule(mishap=st.sampled_from(["interrupt", "interrupt", "failure", "reset", "new weights"]))
+    def mishap(self, mishap: str) -> None:
+        """A step fails or is interrupted after its forward, the cache is reset, or the same weights come anew."""
+        if mishap == "reset":
+            is_idle = self.engine.stats().kv_cache_usage == 0
+            assert self.engine.reset_prefix_cache() is is_idle
+        elif mishap == "new weights":
+            self.engine.load_weights(model().state_dict())
+            assert self.engine.stats().swap_space_usage == 0.0
+        else:
+            self.executor.error = RuntimeError("a failure") if mishap == "failure" else KeyboardInterrupt()
+            with suppress(KeyboardInterrupt):
+                self._step()
+            self.executor.error = None
 
     @invariant()
     def intact(self) -> None:
@@ -314,5 +322,5 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrderOverAModel = AnyOrder.TestCase
 TestAnyOrderOverAModel.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=35, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -293,7 +293,9 @@ def test_a_better_hypothesis_displaces_the_worst_and_of_equals_the_earlier_stays
         ("never", 0.0, -3.25, False),
         # Hypotheses: -2 and -6. Longer is worse, so the present length is the best there is.
         (True, -1.0, -3.0, False),
+        (False, -1.0, -2.75, True),
         (False, -1.0, -3.25, False),
+        ("never", -1.0, -2.75, True),
         ("never", -1.0, -3.25, False),
         # Hypotheses: -2 and -3/4; the worst is -2, and two tokens divide by 4.
         (False, 2.0, -7.0, True),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 
 import pytest
 
@@ -175,21 +174,40 @@ def test_preemptions_are_counted_by_what_was_done() -> None:
     assert (preemption.num_swapped_out, preemption.num_recomputed) == (3, 2)
 
 
+def waiting(prompt: int, max_tokens: int, n: int = 1) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, n=n)
+    return Request("waiting", range(prompt), params, arrival=0, eos_token_ids=frozenset(), max_model_len=10_000)
+
+
 def test_the_advice_names_what_happened_and_what_helps() -> None:
+    """Each request comes to hold 16 tokens, 4 blocks: 6 of them need 24, and the 20 serve 5."""
     preemption = make("swap", host_blocks=5)
     for num_tokens in (8, 16, 8):
         release(preemption, num_tokens)
-    preemption.note_shortage([alive(36), alive(12), alive(34), alive(36)], max_num_seqs=3)
+    preemption.note_shortage([waiting(10, 7)] * 6, 100)
     assert preemption.advice() == (
         "3 requests were preempted so far (2 swapped out, 1 to be computed again): the KV cache has 20 blocks of 4 "
-        "tokens, 27 would have sufficed. Set num_blocks=28, or raise gpu_memory_utilization, or lower max_num_seqs to "
-        "2, or add GPUs"
+        "tokens, 24 would have sufficed. Set num_blocks=25, or raise gpu_memory_utilization, or lower max_num_seqs to "
+        "5, or add GPUs"
     )
-    preemption.note_shortage([alive(90)], max_num_seqs=3)
-    assert re.search("27 would have sufficed.* lower max_num_seqs to 1,", preemption.advice()), "never to 0"
 
 
-def test_sequences_of_one_request_share_its_prompt_in_the_worst_case() -> None:
+@pytest.mark.parametrize(
+    ("alive", "max_num_seqs", "num_blocks", "num_served"),
+    [
+        ([waiting(10, 7)] * 9, 6, 24, 5),  # no more than may run at once
+        ([waiting(10, 7)] * 6 + [waiting(1, 80)], 6, 20 + 5 * 4, 1),  # the longest count first
+        ([waiting(90, 1), waiting(1, 1)], 6, 24, 1),  # never 0
+        ([waiting(10, 7, n=3)] * 3, 100, 3 * (2 + 3 * 2), 6),  # a prompt's full blocks count once
+        ([waiting(10, 7, n=5), *[waiting(20, 13)] * 5], 5, 5 * 8, 2),  # by size for each sequence
+    ],
+)
+def test_what_suffices_is_the_worst_case_of_all_that_may_run_at_once(
+    alive: list[Request], max_num_seqs: int, num_blocks: int, num_served: int
+) -> None:
     preemption = make("swap")
-    preemption.note_shortage([alive(36, n=3), alive(8)], max_num_seqs=4)
-    assert preemption.num_blocks_wanted == 4 + 3 * 5 + 2
+    preemption.note_shortage(alive, max_num_seqs)
+    preemption.note_shortage([waiting(10, 7)] * 4, 1)  # a smaller shortage later
+    assert preemption.num_blocks_wanted == num_blocks
+    preemption.note_shortage(alive, max_num_seqs)
+    assert preemption.num_sequences_served == num_served

@@ -321,7 +321,7 @@ def test_the_second_of_two_is_preempted_at_the_next_block_and_keeps_its_token() 
     assert rows(schedule) == [("a", 80, 1, True)]
     assert schedule.preempted == [second]
     assert (second.status, second.num_computed_tokens, second.num_tokens) == (RequestStatus.PREEMPTED, 0, 81)
-    assert (second.num_preemptions, driver.scheduler.num_preemptions) == (1, 1)
+    assert (second.num_preemptions, driver.scheduler.preemption.num_preemptions) == (1, 1)
     assert driver.scheduler.num_waiting == 1
     driver.finish_all()
     assert (first.output_token_ids, second.output_token_ids) == (solo(first), solo(second))
@@ -391,7 +391,7 @@ def test_prompts_that_each_fill_most_of_the_pool_do_not_thrash() -> None:
         started.append([row[:2] for row in rows(driver.step())])
     assert started[:4] == [[("a", 0)], [("a", 32)], [("a", 64)], [("a", 96)]]
     assert all(len(step) == 1 for step in started)
-    assert driver.scheduler.num_preemptions == 0
+    assert driver.scheduler.preemption.num_preemptions == 0
     assert (first.output_token_ids, second.output_token_ids) == (solo(first), solo(second))
     driver.check_empty()
 
@@ -441,7 +441,7 @@ def test_an_outgrowing_request_preempts_nobody_in_vain() -> None:
     driver.finish_all()
     assert request.stop_reason == "kv_cache_full"
     assert request.num_output_tokens == 6
-    assert driver.scheduler.num_preemptions == 0
+    assert driver.scheduler.preemption.num_preemptions == 0
 
 
 def test_a_pool_of_two_blocks_serves_one_after_the_other() -> None:

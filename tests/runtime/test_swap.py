@@ -168,7 +168,7 @@ def test_only_blocks_with_computed_tokens_move() -> None:
         cache.device[slot] = token
     request.num_computed_tokens = 6
     assert len(cache.table(request)) == 4
-    assert cache.manager.num_distinct_blocks([request]) == 2
+    assert cache.manager.swap_cost([request]) == (2, 2, 6)
     assert cache.swap_out(request)
     assert cache.manager.pending_swap_outs == [(1, 0), (2, 1)]
     cache.move()
@@ -210,7 +210,7 @@ def test_exactly_enough_room_is_enough(caching: bool) -> None:
     parent = cache.start("a", range(10))
     child = cache.fork(parent, "b")
     cache.compute(child, 10)
-    assert cache.manager.num_distinct_blocks([parent, child]) == 4
+    assert cache.manager.swap_cost([parent, child]) == (4, 4, 4 + 4 + 2 + 3)
     assert cache.swap_out(parent, child)
     assert cache.manager.host_pool.num_free_blocks == 0
 
@@ -220,9 +220,22 @@ def test_nothing_computed_is_nothing_to_swap_out() -> None:
     request = Request("a", range(10), SamplingParams(), arrival=0, eos_token_ids=frozenset(), max_model_len=100)
     assert cache.admit(request)
     before = cache.state()
-    assert cache.manager.num_distinct_blocks([request]) == 0
+    assert cache.manager.swap_cost([request]) == (0, 0, 0)
     assert not cache.swap_out(request)
     assert cache.state() == before
+
+
+def test_the_cost_leaves_out_what_is_on_the_host_and_what_others_keep_in_the_prefix_cache() -> None:
+    for caching in (True, False):
+        cache = Cache(caching=caching)
+        parent = cache.start("0", range(10))
+        child = cache.fork(parent, "1")
+        cache.compute(child, 10)
+        kept = 2 if caching else 0
+        assert cache.manager.swap_cost([child]) == (3, 3 - kept, 11 - 4 * kept)
+        assert cache.manager.swap_cost([parent, child]) == (4, 4, 13)
+        assert cache.swap_out(parent)
+        assert cache.manager.swap_cost([child]) == (1, 3, 11), "the full blocks have been copied, and nobody else's now"
 
 
 # --- what several tables share ---
@@ -257,6 +270,37 @@ def test_what_is_shared_moves_once_in_different_steps_too(caching: bool) -> None
         cache.move()
     assert moved == [[(1, 0), (2, 1), (3, 2)], [(5, 3)], [(4, 4)]]
     assert [block.ref_cnt for block in cache.host_blocks(family[0])] == [3, 3, 1]
+
+
+def test_what_is_on_the_host_already_needs_no_room(caching: bool) -> None:
+    cache = Cache(caching=caching, host_blocks=4)
+    parent = cache.start("0", range(10))
+    child = cache.fork(parent, "1")
+    cache.compute(child, 10)
+    for member in (parent, child):
+        assert cache.swap_out(member)
+        cache.move()
+    assert cache.manager.host_pool.num_free_blocks == 0
+
+
+@pytest.mark.parametrize("is_child_first", [False, True])
+def test_a_shared_tail_moves_with_the_most_that_any_has_in_it(caching: bool, is_child_first: bool) -> None:
+    cache = Cache(caching=caching)
+    parent = cache.start("0", range(10))
+    child = parent.fork("1")
+    child.token_ids.pop()
+    child.num_computed_tokens = 9
+    cache.manager.fork(parent, child, 9)
+    assert cache.swap_out(*((child, parent) if is_child_first else (parent, child)))
+    assert [block.num_tokens for block in cache.host_blocks(parent)] == [4, 4, 2]
+    assert cache.host_ids(parent) == cache.host_ids(child)
+    cache.move()
+    cache.overwrite_free_blocks()
+    for member in (child, parent):
+        member.token_ids.append(77)
+        assert cache.admit(member)
+        cache.compute(member)
+        assert cache.holds(member)
 
 
 def test_a_family_comes_back_sharing_what_it_shared(caching: bool) -> None:
@@ -430,10 +474,9 @@ def test_host_blocks_are_held_until_they_were_loaded() -> None:
     assert cache.swap_out(request)
     cache.move()
     assert cache.admit(request)
-    assert cache.manager.is_swapped(request)
+    assert not cache.manager.is_swapped(request)
     assert pool.num_used_blocks == 3
     cache.manager.finish_transfers()
-    assert not cache.manager.is_swapped(request)
     assert pool.num_used_blocks == 0
 
 
@@ -557,6 +600,52 @@ def test_a_block_is_swapped_out_before_its_next_owner_is_loaded_to_it() -> None:
     assert cache.admit(second)
     cache.move()
     assert cache.holds(second)
+
+
+# --- steps that were interrupted before anything moved ---
+
+
+def loading(cache: Cache) -> Request:
+    """A request that was admitted in a step of which nothing has run."""
+    request = cache.start("a", range(10))
+    assert cache.swap_out(request)
+    cache.move()
+    cache.overwrite_free_blocks()
+    request.token_ids.append(10)
+    assert cache.admit(request)
+    assert len(cache.manager.pending_swap_ins) == 3
+    return request
+
+
+def test_what_was_not_yet_swapped_in_is_still_on_the_host(caching: bool) -> None:
+    cache = Cache(caching=caching)
+    request = loading(cache)
+    assert cache.swap_out(request)
+    assert (cache.manager.pending_swap_outs, cache.manager.pending_swap_ins) == ([], [])
+    assert cache.manager.host_pool.num_used_blocks == 3
+    cache.move()
+    cache.overwrite_free_blocks()
+    assert cache.admit(request)
+    cache.compute(request)
+    assert cache.holds(request)
+    assert cache.manager.host_pool.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("is_parent_aborted", [False, True])
+def test_a_fork_of_what_is_not_yet_swapped_in_waits_for_the_same_blocks(is_parent_aborted: bool) -> None:
+    cache = Cache(caching=False, host_blocks=3)
+    other = cache.start("c", range(100, 104))
+    parent = loading(cache)
+    child = cache.fork(parent, "b")
+    assert cache.table(child) == cache.table(parent)
+    if is_parent_aborted:
+        cache.manager.free(parent)
+        assert not cache.swap_out(other), "all of the host's blocks are still to be read"
+    assert cache.take(child) is not None
+    cache.compute(child)
+    assert cache.holds(child)
+    cache.manager.free(parent)
+    assert cache.manager.host_pool.num_used_blocks == 0
 
 
 # --- failures, forks, aborts ---

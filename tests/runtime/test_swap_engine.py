@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -207,10 +208,11 @@ def test_beams_that_were_swapped_out_go_on(
     out = 0
     for _ in range(4):
         engine.step()
-        beams = live(engine, "a").sequences
-        out += engine.scheduler.manager.num_distinct_blocks(beams)
+        beams, manager = live(engine, "a").sequences, engine.scheduler.manager
+        filled = [manager.tables()[beam][: manager.num_blocks_for(beam.num_computed_tokens)] for beam in beams]
+        out += len({block for blocks in filled for block in blocks})
         preempt(engine, "a")
-        assert all(map(engine.scheduler.manager.is_swapped, beams))
+        assert all(map(manager.is_swapped, beams))
     output = drain(engine)["a"]
     assert completions(output) == completions(alone)
     assert [one.score for one in output.outputs] == pytest.approx([one.score for one in alone.outputs], abs=1e-5)
@@ -292,21 +294,40 @@ def test_the_engine_warns_at_most_once_a_minute(
 
 
 @pytest.mark.parametrize(
-    ("prompts", "num_blocks"),
-    [([A, B], 11), (DIFFERENT, 24), (DIFFERENT, 15), (random_prompts(3, 3, 3, 3, 3, 3), 8)],
-    ids=["two", "all run", "some wait", "short prompts"],
+    ("prompts", "params", "knobs"),
+    [
+        ([A, B], GREEDY, {"num_blocks": 11}),
+        (DIFFERENT, GREEDY, {"num_blocks": 24}),
+        (DIFFERENT, GREEDY, {"num_blocks": 15}),  # some have to wait at first
+        (DIFFERENT, GREEDY, {"num_blocks": 18, "max_num_seqs": 2}),
+        (random_prompts(3, 3, 3, 3, 3, 3), GREEDY, {"num_blocks": 8}),
+        ([A, B, B[:5], A[:6], A[:5]], [GREEDY] * 4 + [replace(DRAWN, n=4)], {"num_blocks": 19, "max_num_seqs": 4}),
+        ([A, B], BeamSearchParams(3, max_tokens=9), {"num_blocks": 17}),
+    ],
+    ids=["two", "all run", "some wait", "two at once", "short prompts", "completions wait", "beams"],
 )
 def test_as_many_blocks_as_advised_suffice(
-    llama: PreTrainedModel, make_engine: MakeEngine, prompts: list[list[int]], num_blocks: int
+    llama: PreTrainedModel, make_engine: MakeEngine, prompts: list[list[int]], params: Any, knobs: dict[str, int]
 ) -> None:
-    engine = make_engine(llama, num_blocks=num_blocks)
-    engine.generate(prompts, GREEDY, progress=False)
+    engine = make_engine(llama, **knobs)
+    engine.generate(prompts, params, progress=False)
     assert engine.stats().num_preemptions > 0
     advised = re.search(r"(\d+) would have sufficed\. Set num_blocks=(\d+),", engine._preemption.advice())
     assert advised is not None
     assert int(advised[2]) == int(advised[1]) + 1, "block 0 holds no tokens"
-    again = make_engine(llama, num_blocks=int(advised[2]))
-    again.generate(prompts, GREEDY, progress=False)
+    again = make_engine(llama, **{**knobs, "num_blocks": int(advised[2])})
+    again.generate(prompts, params, progress=False)
+    assert again.stats().num_preemptions == 0
+
+
+def test_as_few_sequences_as_advised_are_never_preempted(llama: PreTrainedModel, make_engine: MakeEngine) -> None:
+    """The largest two come to hold 12 and 10 of 23 blocks, and no other less than 7."""
+    engine = make_engine(llama, num_blocks=24)
+    engine.generate(DIFFERENT, GREEDY, progress=False)
+    assert engine.stats().num_preemptions > 0
+    assert "lower max_num_seqs to 2," in engine._preemption.advice()
+    again = make_engine(llama, num_blocks=24, max_num_seqs=2)
+    again.generate(DIFFERENT, GREEDY, progress=False)
     assert again.stats().num_preemptions == 0
 
 
