@@ -383,17 +383,22 @@ def new_figure() -> Figure:
 
 
 def draw(figure: Figure, runs: dict[str, dict[str, Simulation]], slots: int) -> None:
-    """Plot the used share and the requests at once over the steps, a column for each workload."""
-    figure.set_size_inches(5 * len(runs), 6)
-    axes = figure.subplots(2, len(runs), squeeze=False, sharex="col")
-    for (used, running), (name, simulations) in zip(axes.T, runs.items(), strict=True):
+    """Plot used share, internal and external fragmentation, and requests at once over the steps, by workload."""
+    figure.set_size_inches(5 * len(runs), 11)
+    axes = figure.subplots(4, len(runs), squeeze=False, sharex="col")
+    shares = ("used", "internal", "external")
+    labels = {"used": "share that holds a token", "internal": "internal fragmentation", "external": "external fragm."}
+    for column, (name, simulations) in zip(axes.T, runs.items(), strict=True):
+        *of_slots, running = column
         for kind, simulation in simulations.items():
             steps = range(0, len(simulation.samples), math.ceil(len(simulation.samples) / 1000))
-            used.plot(steps, [simulation.samples[step].used / slots for step in steps], label=kind)
+            for share, axis in zip(shares, of_slots, strict=True):
+                axis.plot(steps, [getattr(simulation.samples[step], share) / slots for step in steps], label=kind)
+                axis.set(ylabel=labels[share], ylim=(0, 1))
             running.plot(steps, [simulation.samples[step].running for step in steps], label=kind)
-        used.set(title=name, ylabel="share of slots that hold a token", ylim=(0, 1))
+        column[0].set(title=name)
         running.set(xlabel="decode steps", ylabel="requests at once", ylim=(0, None))
-        used.legend()
+        column[0].legend()
 
 
 def print_textbook(result: dict[str, Any]) -> None:

@@ -64,8 +64,8 @@ def _parser() -> argparse.ArgumentParser:
         "--memory-report",
         type=Path,
         metavar="FILE",
-        help="write which memory was used for what, as it was before the last piece of text: .txt, .json, or a picture "
-        "(.png, .svg, .pdf; needs the extra plots) with the text beside it",
+        help="write which memory was used for what, as of the last piece of text before the end: .txt, .json, or a "
+        "picture (.png, .svg, .pdf; needs matplotlib) with the text beside it",
     )
     generate.add_argument("--quiet", action="store_true", help="no bars, logs or timings")
     return parser

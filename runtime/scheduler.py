@@ -14,7 +14,7 @@ from runtime.beam_search import Candidates
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.preemption import Preemption
 from runtime.request import FinishReason, Request, RequestStatus
-from runtime.schedule import Schedule
+from runtime.schedule import Schedule, ScheduledRow
 from runtime.waiting_queue import WaitingQueue
 
 _RUNNING = RequestStatus.RUNNING  # reading an Enum's member costs ten times what a plain name does
@@ -223,9 +223,13 @@ class Scheduler:
             budget = self.max_num_batched_tokens - schedule.num_tokens
             if budget == 0:
                 break
-            start, end = request.num_computed_tokens, len(request.token_ids)
-            if end == start + 1 and end <= request.num_writable_tokens and not request.beams:
-                schedule.add(request, 1)  # most rows of most steps: nothing to decide
+            start = request.num_computed_tokens
+            known = request.num_prompt_tokens <= start < request.num_writable_tokens
+            if known and len(request.token_ids) == start + 1 and not request.beams:
+                # Most rows of most steps, with nothing to decide: in the fewest operations.
+                schedule.rows.append(ScheduledRow(request, start, 1, 1))
+                schedule.num_tokens += 1
+                schedule.num_draws += 1
                 continue
             rows = self._next_rows(request, budget)
             if self._grow(request, rows, schedule):
