@@ -393,7 +393,7 @@ def test_without_a_compiler_there_is_one_warning_and_the_right_tokens(monkeypatc
         warnings.catch_warnings(record=True) as warned,
         runtime.compile(model, backend="inductor", block_size=BLOCK_SIZE, num_blocks=23, progress=False) as engine,
     ):
-        assert isinstance(engine.executor, EagerExecutor)
+        assert isinstance(engine.runner.executor, EagerExecutor)
         params = runtime.SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
         outputs = engine.generate([A, C], params, progress=False)
     messages = [str(warning.message) for warning in warned]
