@@ -20,11 +20,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import runtime
-from graphs.executor import Executor
-from models.step_inputs import StepInputs, StepOutputs
 from runtime import BeamSearchParams, RequestOutput, SamplingParams
+from runtime.beam_search import Candidates
 from runtime.engine import Engine
+from runtime.model_runner import ModelRunner
 from runtime.request import Request
+from runtime.schedule import Schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_model_len=32 is larger than the KV cache")
 
@@ -96,20 +97,22 @@ def solo_search(prompt: tuple[int, ...], params: BeamSearchParams) -> list[tuple
     return [(one.token_ids, one.score or 0.0) for one in finish(engine).outputs]
 
 
-class MishapExecutor:
-    """Runs the forward, and then raises the error that it was given, once."""
+class Mishap:
+    """Raises an error in the next run of a model runner: before anything was moved, or after the forward."""
 
-    num_recompiles = 0
-
-    def __init__(self, inner: Executor) -> None:
-        self._run = inner.run
+    def __init__(self, runner: ModelRunner) -> None:
+        self._run = runner.run
         self.error: BaseException | None = None
+        self.is_early = False
 
-    def run(self, inputs: StepInputs) -> StepOutputs:
-        outputs, error, self.error = self._run(inputs), self.error, None
+    def run(self, schedule: Schedule) -> tuple[list[int], list[Candidates]]:
+        error, self.error = self.error, None
+        if error is not None and self.is_early:
+            raise error
+        results = self._run(schedule)
         if error is not None:
             raise error
-        return outputs
+        return results
 
 
 @dataclass
@@ -202,7 +205,8 @@ class AnyOrder(RuleBasedStateMachine):
         )
         rate = 1e12 if is_copying_quick else 1e-3  # "auto" is not to depend on the clock
         self.engine.runner.swap_space.measure_copy_rate = lambda: rate  # type: ignore[method-assign]
-        self.engine.runner.executor = self.executor = MishapExecutor(self.engine.runner.executor)
+        self.mishap = Mishap(self.engine.runner)
+        self.engine.runner.run = self.mishap.run  # type: ignore[method-assign]
         self.expected: dict[str, Expected] = {}
         self.outputs: dict[str, RequestOutput] = {}
         for prompt in first:
@@ -254,20 +258,20 @@ class AnyOrder(RuleBasedStateMachine):
         del self.expected[request_id]
         self.outputs.pop(request_id, None)
 
-    @rule(mishap=st.sampled_from(["interrupt", "interrupt", "failure", "reset", "new weights"]))
-    def mishap(self, mishap: str) -> None:
-        """A step fails or is interrupted after its forward, the cache is reset, or the same weights come anew."""
-        if mishap == "reset":
-            is_idle = self.engine.stats().kv_cache_usage == 0
-            assert self.engine.reset_prefix_cache() is is_idle
-        elif mishap == "new weights":
+    @rule(is_early=st.booleans(), error=st.sampled_from([KeyboardInterrupt, KeyboardInterrupt, RuntimeError]))
+    def interrupt_or_fail(self, is_early: bool, error: type[BaseException]) -> None:
+        self.mishap.error, self.mishap.is_early = error("a mishap"), is_early
+        with suppress(KeyboardInterrupt):
+            self._step()
+        self.mishap.error = None
+
+    @rule(new_weights=st.booleans())
+    def reset(self, new_weights: bool) -> None:
+        """Reset the prefix cache, or load the weights that are there already, which preempts all."""
+        if new_weights:
             self.engine.load_weights(model().state_dict())
             assert self.engine.stats().swap_space_usage == 0.0
-        else:
-            self.executor.error = RuntimeError("a failure") if mishap == "failure" else KeyboardInterrupt()
-            with suppress(KeyboardInterrupt):
-                self._step()
-            self.executor.error = None
+        assert self.engine.reset_prefix_cache() is (self.engine.stats().kv_cache_usage == 0.0)
 
     @invariant()
     def intact(self) -> None:
@@ -322,5 +326,5 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrderOverAModel = AnyOrder.TestCase
 TestAnyOrderOverAModel.settings = settings(
-    max_examples=35, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
