@@ -23,8 +23,8 @@ from tqdm import tqdm
 from graphs.inputs import InputArena, StepSizes
 from graphs.kv_cache import KVCache
 from models.adapted import AdaptedModel
-from models.cache_folder import cache_folder
 from models.step_inputs import FIELDS, StepInputs, StepOutputs
+from ops.cache_folder import cache_folder
 
 # Sizes to trace with. Every dynamic one is marked as unbacked, so that no guard can depend on its value.
 EXAMPLE_SIZES = StepSizes(tokens=13, sequences=3, table_width=5, rows=6, masked=2, previous_rows=9)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from models.cache_folder import cache_folder
+from ops.cache_folder import cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -89,6 +89,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "copy_blocks": reference.copy_blocks,
     "swap_blocks": reference.swap_blocks,
     "sample": sample,
+    "linear": reference.linear,
 }
 for _op, _kernel in _REFERENCE.items():
     define(_op, "reference", CompositeExplicitAutograd=_kernel)

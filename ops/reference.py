@@ -1,4 +1,4 @@
-"""The specification of attention and cache ops in plain PyTorch, for any device.
+"""The specification of attention, cache and linear ops in plain PyTorch, for any device.
 
 Legend: T tokens, B sequences, W block-table width, N blocks, Hq query heads, Hk kv heads, G = Hq / Hk, S keys read,
 Dk and Dv head dims. Position p of a sequence is slot `block_table[p // block_size] * block_size + p % block_size`.
@@ -109,6 +109,22 @@ def swap_blocks(src: list[Tensor], dst: list[Tensor], src_dst: Tensor) -> None:
         for source, destination in zip(src, dst, strict=True):
             # narrow, unlike a slice, does not cut off what is out of range.
             destination.narrow(0, target, count).copy_(source.narrow(0, first, count), non_blocking=True)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x weight^T + bias.
+
+    Args:
+        x: [..., K], any strides.
+        weight: [N, K]. Its dtype may differ from that of x (float32 activations, bfloat16 weights): then the product is
+            taken in the wider of the two.
+        bias: [N] or None.
+
+    Returns: [..., N] in x's dtype.
+    """
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    added = None if bias is None else bias.to(dtype)
+    return torch.nn.functional.linear(x.to(dtype), weight.to(dtype), added).to(x.dtype)
 
 
 def _runs(pairs: list[list[int]]) -> Iterator[tuple[int, int, int]]:

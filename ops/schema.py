@@ -29,6 +29,7 @@ SCHEMAS: dict[str, str] = {
         "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor position, "
         "Tensor masked_ids) -> Tensor"
     ),
+    "linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
 }
 
 # Lives as long as the process: torch drops the definitions of a library that is collected.
@@ -76,6 +77,10 @@ def _fake_sample(logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
+def _fake_linear(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
 def _fake_nothing(*_: Any) -> None:
     return None
 
@@ -86,4 +91,5 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "copy_blocks": _fake_nothing,
     "swap_blocks": _fake_nothing,
     "sample": _fake_sample,
+    "linear": _fake_linear,
 }

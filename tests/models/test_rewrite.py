@@ -384,7 +384,8 @@ def test_the_report_of_a_model() -> None:
         "  write_kv: provider reference (highest priority on cpu among ['reference'])\n"
         "  copy_blocks: provider reference (highest priority on cpu among ['reference'])\n"
         "  swap_blocks: provider reference (highest priority on cpu among ['reference'])\n"
-        "  sample: provider reference (highest priority on cpu among ['reference'])"
+        "  sample: provider reference (highest priority on cpu among ['reference'])\n"
+        "  linear: provider reference (highest priority on cpu among ['reference'])"
     )
 
 

@@ -353,3 +353,15 @@ def test_swap_blocks_refuses_a_block_that_is_not_there(pairs):
     src, dst = bit_patterns(4, torch.float32), bit_patterns(6, torch.float32)
     with pytest.raises(RuntimeError, match=r"exceeds dimension size|out of range"):
         torch.ops.pagegraph.swap_blocks.reference(src, dst, torch.tensor(pairs))
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_computes_in_the_wider_dtype_and_returns_that_of_x(dtype, weight_dtype, bias):
+    x, weight = torch.randn(2, 3, 20).to(dtype), torch.randn(7, 20).to(weight_dtype)
+    added = torch.randn(7).to(dtype) if bias else None
+    out = torch.ops.pagegraph.linear.reference(x, weight, added)
+    assert (out.shape, out.dtype) == ((2, 3, 7), dtype)
+    exact = x.double() @ weight.double().T + (added.double() if bias else 0)
+    assert (out.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * exact.abs().max()

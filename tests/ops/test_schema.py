@@ -68,6 +68,8 @@ CASES = {
     "sample": ("sample", sample_args(4)),
     "sample_bfloat16": ("sample", sample_args(3, masked=0, dtype=torch.bfloat16)),
     "sample_one": ("sample", sample_args(1)),
+    "linear": ("linear", (torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5))),
+    "linear_mixed": ("linear", (torch.randn(3, 16)[:, ::2], torch.randn(5, 8, dtype=torch.bfloat16), None)),
 }
 
 
@@ -102,6 +104,7 @@ def test_mutation_is_declared_and_nothing_is_returned():
         "copy_blocks": ["caches"],
         "swap_blocks": ["dst"],
         "sample": [],
+        "linear": [],
     }
     assert all(not getattr(OPS, op).reference._schema.returns for op in ("write_kv", "copy_blocks", "swap_blocks"))
 
@@ -124,7 +127,7 @@ def layer(q, k, v, k_cache, v_cache, block_table, seq_lens, query_start_loc, slo
     """What a model's graph does with the ops, one layer deep."""
     OPS.write_kv.reference(k, v, k_cache, v_cache, slots)
     out = OPS.paged_attention.reference(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, 0.3, 0, 0.0, None)
-    logits = (out.flatten(1) + q.flatten(1))[indices] @ head
+    logits = OPS.linear.reference((out.flatten(1) + q.flatten(1))[indices], head, None)
     return OPS.sample.reference(logits, *sampling), logits
 
 
@@ -143,7 +146,7 @@ def layer_args(query_lens, spare_columns, spare_blocks, rows):
     )
     k, v = torch.randn(tokens, 2, 8), torch.randn(tokens, 2, 8)
     indices = torch.arange(rows) % tokens
-    args = [q, k, v, *caches, table, seq_lens, starts, slots, indices, torch.randn(32, 11), *sample_args(rows)[1:]]
+    args = [q, k, v, *caches, table, seq_lens, starts, slots, indices, torch.randn(11, 32), *sample_args(rows)[1:]]
     dynamic = [(0,)] * 5 + [(0, 1)] + [(0,)] * 4 + [()] + [(0,)] * 7
     return args, dynamic
 

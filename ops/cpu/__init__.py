@@ -1,0 +1,1 @@
+"""The ops in C++ for CPUs: sources, their build, and the loaded library."""

@@ -1,0 +1,138 @@
+"""Builds the C++ op library with the machine's compiler, once per sources, compiler, flags and torch version."""
+
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ops.cache_folder import cache_folder
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).resolve().parent
+_X86_ISAS = {
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+}
+ISA_FLAGS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    **(_X86_ISAS if platform.machine() == "x86_64" else {}),
+}
+"""Compiler flags per instruction set that *_kernels.cpp are compiled for, from narrow to wide."""
+
+_FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-DTORCH_TARGET_VERSION=0x020b000000000000")
+# Vectors are written out: the compiler's own attempts around them only cost time. Contraction makes a * b + c one fma.
+_KERNEL_FLAGS = ("-O3", "-fno-tree-vectorize", "-ffp-contract=fast", "-Wno-psabi")
+
+
+class BuildError(RuntimeError):
+    """The library cannot be built here: no compiler, or one that fails. The message says what it printed."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler: its path, and what `--version` prints."""
+
+    path: str
+    version: str
+
+
+def find_compiler() -> Compiler:
+    """Return $CXX, or else the first of g++, c++ and clang++ on the PATH. Raises BuildError if there is none."""
+    named = os.environ.get("CXX")
+    names = [named] if named else ["g++", "c++", "clang++"]
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        where = f"$CXX names {named!r}, which is not there" if named else f"none of {', '.join(names)} is on the PATH"
+        raise BuildError(f"no C++ compiler: {where}. Install g++ 11 or newer (Debian: apt install g++), or set CXX.")
+    return Compiler(path, _run([path, "--version"]))
+
+
+def build(compiler: Compiler | None = None) -> Path:
+    """Return the path of the library, and build it if the cache folder lacks it: some 10 s on two cores.
+
+    Safe in many processes at once: one builds, the others wait, and a file appears under its name only when complete.
+    Side effects: files below `cache_folder() / "cpu_ops"`, a log line.
+    Raises BuildError if there is no compiler, or if it fails twice; OSError if the folder cannot be written.
+    """
+    compiler = compiler or find_compiler()
+    folder = cache_folder() / "cpu_ops"
+    library = folder / f"pagegraph_cpu_{_key(compiler)}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(library.with_suffix(".lock")):
+        if not library.exists():
+            start = time.perf_counter()
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                os.replace(_compile(compiler, Path(scratch)), library)
+            logger.info("built %s in %.1f s", library, time.perf_counter() - start)
+    return library
+
+
+def compile_commands(compiler: Compiler, objects: Path) -> dict[Path, list[str]]:
+    """The commands that make the object files in folder `objects`: *_kernels.cpp per instruction set, others once."""
+    include = [f"-I{Path(torch.__file__).parent / 'include'}"]
+    commands = {}
+    for source in sorted(SOURCES.glob("*.cpp")):
+        kernels = source.stem.endswith("_kernels")
+        variants = ISA_FLAGS if kernels else {"once": ()}
+        for isa, isa_flags in variants.items():
+            flags = [*_KERNEL_FLAGS, f"-DPAGEGRAPH_ISA={isa}", *isa_flags] if kernels else ["-O2", *include]
+            target = objects / f"{source.stem}_{isa}.o"
+            commands[target] = [compiler.path, *_FLAGS, *flags, "-c", str(source), "-o", str(target)]
+    return commands
+
+
+def _compile(compiler: Compiler, scratch: Path) -> Path:
+    """Compile and link in folder `scratch`; returns the library there."""
+    commands = compile_commands(compiler, scratch)
+    # The kernels take longest, so they start first.
+    order = sorted(commands.values(), key=lambda command: "-O3" not in command)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(_run, order))
+    library = scratch / "library.so"
+    # Without an rpath: where this is loaded, torch's library of that name already is.
+    libraries = f"-L{Path(torch.__file__).parent / 'lib'}"
+    _run([compiler.path, "-shared", *map(str, commands), libraries, "-ltorch_cpu", "-o", str(library)])
+    return library
+
+
+def _run(command: Sequence[str]) -> str:
+    """Run a compiler command and return its output. A failure may be a lack of memory, so it gets a second try."""
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return done.stdout
+    raise BuildError(f"{' '.join(command)} failed twice, with status {done.returncode}:\n{done.stdout}{done.stderr}")
+
+
+def _key(compiler: Compiler) -> str:
+    """A hash of everything that the library depends on."""
+    digest = hashlib.sha256()
+    flags = (_FLAGS, _KERNEL_FLAGS, tuple(ISA_FLAGS.items()))
+    for part in (compiler.version, repr(flags), torch.__version__, platform.machine()):
+        digest.update(f"{len(part)}:{part}".encode())
+    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+        digest.update(f"{source.name}:{source.stat().st_size}:".encode() + source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on the file, which is made if needed and stays."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,135 @@
+// linear: checks, the choice of an algorithm, and its schedule over threads.
+//
+// Up to 64 rows of x the weight is streamed through dot products, in one order of additions whatever the batch. Above,
+// tiles of the weight become floats once for 512 rows of x and are multiplied with panels of these, or torch does it.
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "linear_kernels.h"
+#include "tensors.h"
+
+namespace pagegraph {
+namespace {
+
+constexpr int64_t STREAM_MAX_ROWS = 64;           // of x
+constexpr int64_t PACKED_ROWS = 512;              // of x, at once: bounds the scratch
+constexpr int64_t PRODUCTS_PER_THREAD = 1 << 16;  // below, waking a thread costs more than it saves
+
+const LinearKernels& kernels() {
+  static const LinearKernels* const table[] = PAGEGRAPH_TABLE(linear_kernels);
+  return *table[isa()];
+}
+
+int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
+
+// Calls f(begin, end) for a contiguous share of 0 to n - 1 per thread, in multiples of `unit`.
+template <class F>
+void share(int64_t n, int64_t unit, int64_t products, const F& f) {
+  const int64_t units = divide_up(n, unit);
+  const int64_t useful = std::min(units, products / PRODUCTS_PER_THREAD + 1);
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), useful);
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) {
+      f(units * thread / threads * unit, std::min(n, units * (thread + 1) / threads * unit));
+    }
+  });
+}
+
+void stream(const Linear& a, Element element) {
+  // Up to 3 rows of x are multiplied at once, and need no tiles to stay near.
+  const int64_t tile = a.m <= 3 ? divide_up(a.k, 32) * 32 : STREAM_COLUMNS;
+  thread_local Scratch scratch;
+  float* x = scratch.floats(a.m * divide_up(a.k, tile) * tile);
+  kernels().spread[element](a, tile, x);
+  share(a.n, STREAM_ROWS, a.m * a.n * a.k, [&](int64_t begin, int64_t end) {
+    thread_local Scratch sums;
+    kernels().stream[element](a, begin, end, x, tile, sums.floats(a.m * STREAM_ROWS * 16));
+  });
+}
+
+void multiply(Linear a, Element element) {
+  const int64_t panel = kernels().panel, rows = a.m;
+  thread_local Scratch scratch;
+  for (int64_t row = 0; row < rows; row += PACKED_ROWS) {
+    a.m = std::min(PACKED_ROWS, rows - row);
+    const int64_t panels = divide_up(a.m, panel), products = a.m * a.n * a.k;
+    float* x = scratch.floats(panels * panel * divide_up(a.k, COLUMN_TILE) * COLUMN_TILE);
+    share(panels, 1, products, [&](int64_t begin, int64_t end) { kernels().pack(a, begin, end, x); });
+    share(a.n, 12, products, [&](int64_t begin, int64_t end) {
+      thread_local Scratch own;
+      kernels().multiply[element](a, begin, end, x, own.floats(WEIGHT_TILE * (COLUMN_TILE + panels * panel)));
+    });
+    a.x = static_cast<const char*>(a.x) + a.m * a.x_row_stride * element_size(a.x_element);
+    a.out = static_cast<char*>(a.out) + a.m * a.n * element_size(a.x_element);
+  }
+}
+
+bool has_bfloat16_products() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
+// Whether to leave more than STREAM_MAX_ROWS rows to torch. GFLOP/s of one thread of a busy AMD Zen 3 (peak 75 at that
+// time), ours beside torch 2.13, at 65, 128 and 512 rows; `python -m bench.linear` repeats it:
+//   bfloat16  1536 x 576: 36, 54, 55 beside 8, 9, 8     8192 x 2048: 50, 52, 57 beside 10, 10, 9
+//   float32   1536 x 576: 36, 46, 52 beside 40, 54, 55  3072 x 1024: 44, 49, 57 beside 33, 38, 55
+//             8192 x 2048: 47, 65, 57 beside 32, 43, 49
+// With AVX-512 and with the plain kernels nothing was measured: there torch's float32 is taken to be good, and its
+// bfloat16 where the machine has instructions for it.
+bool torch_wins(Element x, Element weight, int64_t weight_size) {
+  if (x != weight) return false;  // torch multiplies no two dtypes
+  if (weight == BFLOAT16) return isa() == AVX512 && has_bfloat16_products();
+  return isa() != AVX2 || weight_size < 1 << 21;
+}
+
+Tensor torch_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  StableIValue stack[] = {torch::stable::detail::from(x), torch::stable::detail::from(weight),
+                          torch::stable::detail::from(bias)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack, TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+bool is_served(const Tensor& tensor) {
+  return tensor.scalar_type() == ScalarType::Float || tensor.scalar_type() == ScalarType::BFloat16;
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
+  STD_TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1),
+                  "linear takes x [..., K] and a weight [N, K]");
+  const int64_t n = weight.size(0), k = weight.size(1);
+  const bool served = is_served(x) && is_served(weight) && k > 0 && (weight.stride(1) == 1 || k == 1);
+  if (!served) return torch_linear(x, weight, bias);
+  const Element x_element = element_of(x, "x"), element = element_of(weight, "weight");
+  const int64_t m = x.numel() / k;
+  if (m > STREAM_MAX_ROWS && torch_wins(x_element, element, n * k)) return torch_linear(x, weight, bias);
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = n;
+  Tensor out = torch::stable::new_empty(x, shape);
+  if (out.numel() == 0) return out;
+  const Tensor rows = torch::stable::reshape(x, {m, k});
+  Linear call{rows.const_data_ptr(), rows.stride(0), rows.stride(1), x_element, weight.const_data_ptr(),
+              weight.stride(0), m, n, k, nullptr, out.mutable_data_ptr()};
+  if (bias) {
+    if (bias->scalar_type() != ScalarType::Float) bias = torch::stable::to(*bias, ScalarType::Float);
+    bias = torch::stable::contiguous(*bias);
+    STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == n, "bias must be [", n, "]");
+    call.bias = static_cast<const float*>(bias->const_data_ptr());
+  }
+  if (m <= STREAM_MAX_ROWS) {
+    stream(call, element);
+  } else {
+    multiply(call, element);
+  }
+  return out;
+}
+
+}  // namespace
+}  // namespace pagegraph
+
+STABLE_TORCH_LIBRARY_IMPL(pagegraph, CPU, library) {
+  library.impl("linear.cpu", TORCH_BOX(&pagegraph::linear));
+}

@@ -1,0 +1,194 @@
+"""Building, loading and choosing the C++ op library. Most tests build with a stand-in for the compiler."""
+
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from ops import providers
+from ops.cpu import build as building
+from ops.cpu import library as loading
+from ops.cpu.build import ISA_FLAGS, SOURCES, BuildError, build, compile_commands, find_compiler
+
+pytestmark = pytest.mark.kernels
+
+COMPILER = """#!/bin/sh
+if [ "$1" = --version ]; then echo stand-in 1.0; exit 0; fi
+echo "$@" >> {log}
+for argument in "$@"; do last=$argument; done
+case "$*" in *{failing}*) echo half > "$last"; echo "it is broken" >&2; exit 3;; esac
+sleep 0.02
+echo object > "$last"
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """`stand_in(failing)`: puts a compiler in place that fails where its arguments have that word; returns its log."""
+    monkeypatch.setenv("PAGEGRAPH_CACHE_DIR", str(tmp_path / "cache"))
+
+    def install(failing="nothing"):
+        log = tmp_path / "log"
+        log.write_text("")
+        compiler = tmp_path / "compiler"
+        compiler.write_text(COMPILER.format(log=log, failing=failing))
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+        return log
+
+    return install
+
+
+@pytest.fixture
+def library():
+    """The loaded library, with its instruction set as before afterwards."""
+    try:
+        find_compiler()
+    except BuildError as error:
+        pytest.skip(str(error))
+    library = loading.load()
+    isa = library.isa
+    yield library
+    library.use(isa)
+
+
+def files(tmp_path):
+    return sorted(path.name for path in (tmp_path / "cache" / "cpu_ops").iterdir() if path.suffix != ".lock")
+
+
+def test_a_second_build_runs_no_compiler(stand_in, tmp_path):
+    log = stand_in()
+    path = build()
+    calls = log.read_text()
+    assert len(calls.splitlines()) == len(compile_commands(find_compiler(), tmp_path)) + 1
+    assert build() == path
+    assert log.read_text() == calls
+    assert files(tmp_path) == [path.name]
+
+
+def test_sources_compiler_flags_and_torch_make_another_library(stand_in, tmp_path, monkeypatch):
+    stand_in()
+    paths = [build()]
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for source in (*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")):
+        (sources / source.name).write_bytes(source.read_bytes())
+    monkeypatch.setattr(building, "SOURCES", sources)
+    assert build() == paths[0]
+    with (sources / "vector.h").open("a") as file:
+        file.write("// changed\n")
+    paths.append(build())
+    monkeypatch.setattr(building, "_FLAGS", (*building._FLAGS, "-g"))
+    paths.append(build())
+    monkeypatch.setattr(building, "ISA_FLAGS", {"plain": ()})
+    paths.append(build())
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    paths.append(build())
+    (tmp_path / "compiler").write_text((tmp_path / "compiler").read_text().replace("stand-in 1.0", "stand-in 1.1"))
+    paths.append(build())
+    assert len(set(paths)) == 6
+
+
+def test_of_many_that_build_at_once_one_does(stand_in, tmp_path):
+    log, start = stand_in(), threading.Barrier(4)
+
+    def build_together(_):
+        start.wait()
+        return build()
+
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(build_together, range(4)))
+    assert len(paths) == 1
+    assert log.read_text().count("-shared") == 1
+
+
+@pytest.mark.parametrize("failing", ["write_kv.cpp", "-shared"])
+def test_a_failing_compiler_gets_a_second_try_and_leaves_nothing(stand_in, tmp_path, failing):
+    log = stand_in(failing)
+    with pytest.raises(BuildError, match=r"failed twice, with status 3:\nit is broken"):
+        build()
+    assert sum(failing in line for line in log.read_text().splitlines()) == 2
+    assert files(tmp_path) == []
+    stand_in()
+    assert build().read_text() == "object\n"
+
+
+def test_without_a_compiler_the_providers_are_missing_and_a_warning_says_what_to_install(monkeypatch):
+    registry = {op: dict(names) for op, names in providers.REGISTRY.items()}
+    monkeypatch.setattr(providers, "REGISTRY", registry)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(loading, "load", loading.load.__wrapped__)
+    with pytest.warns(UserWarning, match=r"slow reference.*'no-such-compiler', which is not there\. Install g\+\+"):
+        loading.register_cpu_providers()
+    assert all("cpu" not in names for names in registry.values())
+
+
+def test_the_library_is_the_first_choice_on_a_cpu_for_dtypes_that_it_serves(monkeypatch, library):
+    monkeypatch.setattr(providers, "REGISTRY", {op: dict(names) for op, names in providers.REGISTRY.items()})
+    loading.register_cpu_providers()
+    cpu = torch.device("cpu")
+    for op in ("paged_attention", "write_kv"):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert providers.select(op, cpu, dtype=dtype).overload is getattr(torch.ops.pagegraph, op).cpu
+        assert providers.select(op, cpu, dtype=torch.float64).provider == "reference"
+        assert providers.select(op, torch.device("cuda"), dtype=torch.bfloat16).provider != "cpu"
+
+
+def test_every_instruction_set_of_the_machine_passes_the_self_check(library):
+    assert library.isas[0] == "plain"
+    assert set(library.isas) <= set(ISA_FLAGS)
+    for isa in library.isas:
+        library.use(isa)
+        assert library.isa == isa
+        assert loading.self_check_error() < 1e-5
+
+
+def test_every_kernel_is_compiled_for_every_instruction_set(tmp_path):
+    names = {path.name for path in compile_commands(building.Compiler("c++", ""), tmp_path)}
+    kernels = [path.stem for path in SOURCES.glob("*_kernels.cpp")]
+    assert {f"{kernel}_{isa}.o" for kernel in kernels for isa in ISA_FLAGS} <= names
+
+
+def test_kernels_include_nothing_whose_inline_functions_the_linker_could_mix_up():
+    """An inline function of the standard library compiled with AVX-512 could be the one that every caller gets."""
+    allowed = {"stddef.h", "stdint.h", "string.h"}
+    ours = {path.name for path in SOURCES.glob("*.h")}
+    todo, seen = [path.name for path in SOURCES.glob("*_kernels.cpp")], set()
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        for included in re.findall(r"#include [<\"]([^>\"]+)", (SOURCES / name).read_text()):
+            assert included in allowed | ours, f"{name} includes {included}"
+            if included in ours - seen:
+                todo.append(included)
+    assert "vector.h" in seen
+
+
+def test_a_wrong_result_means_the_next_narrower_instruction_set(monkeypatch, library):
+    if len(library.isas) == 1:
+        pytest.skip("this machine has one instruction set only")
+    monkeypatch.setattr(loading, "self_check_error", lambda: 0.0 if library.isa == "plain" else 0.5)
+    with pytest.warns(UserWarning, match=r"kernels for \w+ are wrong by 5.0e-01"):
+        loading.choose_isa(library)
+    assert library.isa == "plain"
+    monkeypatch.setattr(loading, "self_check_error", lambda: float("inf"))
+    with (
+        pytest.warns(UserWarning, match="wrong by inf"),
+        pytest.raises(RuntimeError, match=r"wrongly with all of \['plain'"),
+    ):
+        loading.choose_isa(library)
+
+
+def test_the_choice_can_be_capped(library):
+    loading.choose_isa(library, "plain")
+    assert library.isa == "plain"
+    with pytest.raises(ValueError, match=r"'sse9' is not available here; these are: \['plain'"):
+        loading.choose_isa(library, "sse9")
+
+
+def test_threads_are_those_of_torch(library):
+    """It brings no OpenMP of its own: its parallel loops run in torch's."""
+    assert b"gomp" not in Path(library.path).read_bytes()
