@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
+from bench.rounds import alternate, machine, ratio, timed
 from ops.cpu.library import load
 
 Runner = Callable[[], object]
@@ -123,23 +122,6 @@ class Prefill:
         return F.scaled_dot_product_attention(q, self.k, self.v, is_causal=True, scale=self.scale, enable_gqa=True)
 
 
-def alternate(runners: dict[str, Runner], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each runner in each of `rounds` rounds, in turn, after one round that is not kept."""
-    seconds: dict[str, list[float]] = {name: [] for name in runners}
-    for index in range(rounds + 1):
-        for name, run in runners.items():
-            start = time.perf_counter()
-            run()
-            if index:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def ratio(over: Sequence[float], under: Sequence[float]) -> float:
-    """The median of the rounds' ratios."""
-    return statistics.median(a / b for a, b in zip(over, under, strict=True))
-
-
 def flex() -> Callable[..., Tensor]:
     """torch's FlexAttention, compiled for this CPU."""
     return torch.compile(flex_attention, dynamic=False)
@@ -163,7 +145,7 @@ def measure_decode(args: argparse.Namespace) -> dict[str, Any]:
         reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         del runners["flex"]
     with torch.inference_mode():
-        seconds = alternate(runners, args.rounds)
+        seconds = alternate({name: timed(run) for name, run in runners.items()}, args.rounds, warm_up=1)
     labels = {
         "read": "read-only sum of the same bytes",
         "paged": "paged, scattered blocks",
@@ -205,7 +187,7 @@ def measure_prefill(args: argparse.Namespace) -> list[dict[str, Any]]:
     for tokens in args.prompt:
         prefill = Prefill(args, tokens)
         with torch.inference_mode():
-            seconds = alternate({"paged": prefill.paged, "sdpa": prefill.sdpa}, args.rounds)
+            seconds = alternate({"paged": timed(prefill.paged), "sdpa": timed(prefill.sdpa)}, args.rounds, warm_up=1)
         tflops = {name: prefill.flops / statistics.median(values) / 1e12 for name, values in seconds.items()}
         row = {"tokens": tokens, "tflops": tflops, "sdpa_over_paged": ratio(seconds["sdpa"], seconds["paged"])}
         rows.append(row)
@@ -231,11 +213,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     library = load()
-    machine = {"cpu": platform.processor() or platform.machine(), "threads": args.threads, "isa": library.isa}
     print(f"torch {torch.__version__}, {args.threads} threads, {library.isa}")
     decode, prefill = measure_decode(args), measure_prefill(args)
-    print(json.dumps({"bench": "attention", "machine": machine, "args": vars(args), "decode": decode,
-                      "prefill": prefill}))  # fmt: skip
+    this_machine = machine() | {"isa": library.isa}
+    print(
+        json.dumps(
+            {"bench": "attention", "machine": this_machine, "args": vars(args), "decode": decode, "prefill": prefill}
+        )
+    )
 
 
 if __name__ == "__main__":

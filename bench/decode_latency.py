@@ -1,146 +1,184 @@
-"""How long is a decode step, how near to what the memory allows, and beside Hugging Face `generate`?
+"""How long are a decode step and a prefill, how near to what the memory allows, and beside Hugging Face `generate`?
 
-python -m bench.decode_latency --model smollm2 --batch 1,8
+python -m bench.decode_latency --model smollm2,qwen3-0.6b --batch 1,8,32 --prefill 512,2048
+
+All contestants and the bandwidth probe take turns in every round. A ratio, and a fraction of the bandwidth, is the
+median over the rounds of what the round's medians give. Nobody gets more than --limit seconds for one case: what is
+forecast to take longer runs in fewer rounds, or not at all, and the table says so. Compiling comes on top.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
-import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-import torch
-import transformers
-from transformers import AutoModelForCausalLM, StoppingCriteria
-
 import runtime
+from bench.arguments import names, sizes
+from bench.contestants import OURS, Entrant, Prompts, Timing, enter, random_prompts
+from bench.models import NAMES, resolve_model
 from bench.roofline import ReadBandwidth, bytes_per_step
-from models.checkpoint import resolve
+from bench.rounds import affordable, alternate, machine, ratio
+from runtime.config import EngineConfig
 from runtime.engine import Engine
 
-
-def decode_step_seconds(engine: Engine, batch: int, prompt: int, steps: int) -> list[float]:
-    """Seconds of each of `steps` decode steps of `batch` sequences, scheduling and output included."""
-    engine.reset_prefix_cache()
-    params = runtime.SamplingParams(max_tokens=steps + 1, temperature=0, ignore_eos=True)
-    before = engine.stats().num_output_tokens
-    for ids in _prompts(engine, batch, prompt):
-        engine.add_request(ids, params)
-    while engine.stats().num_output_tokens < before + batch:  # until every prompt has given its first token
-        engine.step()
-    seconds = []
-    while engine.has_unfinished_requests():
-        start = time.perf_counter()
-        engine.step()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+COMMON_COLUMNS = {"tokens_per_s": ("tokens/s", ".1f"), "over_ours": ("x ours", ".2f"), "rounds": ("rounds", "")}
+DECODE_COLUMNS = {"ms": ("ms/step", ".1f"), "bandwidth_fraction": ("of bandwidth", ".0%"), **COMMON_COLUMNS}
+PREFILL_COLUMNS = {"seconds": ("seconds", ".3f"), **COMMON_COLUMNS}
 
 
-class _Clock(StoppingCriteria):
-    """Notes when each token of a `generate` call was there; stops nothing."""
+def turns(entrants: Mapping[str, Entrant], prompts: Prompts, new_tokens: int, args: Any) -> dict[str, int]:
+    """The rounds that each entrant can take part in within args.limit seconds; ours in one at least.
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        self.times.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
-def generate_step_seconds(model: Any, prompts: list[list[int]], steps: int) -> list[float]:
-    """Seconds of each of `steps` decode steps of Hugging Face `generate`, greedy, with its default cache."""
-    clock = _Clock()
-    ids = torch.tensor(prompts, device=model.device)
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=steps + 1,
-        min_new_tokens=steps + 1,
-        stopping_criteria=[clock],
-    )
-    return [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
+    prompts: all of one length.
+    """
+    seconds = {
+        name: entrant.forecast.generate(len(prompts), len(prompts[0]), new_tokens) for name, entrant in entrants.items()
+    }
+    rounds = {name: affordable(seconds[name], args.limit, args.rounds) for name in entrants}
+    return rounds | {OURS: max(1, rounds[OURS])}
 
 
-def _prompts(engine: Engine, batch: int, length: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(3, engine.vocab_size, (batch, length), generator=generator).tolist()
+def compete(
+    entrants: Mapping[str, Entrant], prompts: Prompts, new_tokens: int, args: Any, bandwidth: ReadBandwidth
+) -> tuple[dict[str, list[Timing]], list[float]]:
+    """Every entrant's timings by round, empty for those left out, and the bandwidth of each round in bytes a second."""
+    rounds = turns(entrants, prompts, new_tokens, args)
+    runners: dict[str, Callable[[], Any]] = {"read": bandwidth.sample}
+    for name, (contestant, _) in entrants.items():
+        if rounds[name]:
+            contestant.generate([prompt[:1] for prompt in prompts], min(new_tokens, 3))  # compiles for this batch size
+        runners[name] = partial(contestant.generate, prompts, new_tokens)
+    results = alternate(runners, rounds | {"read": max(rounds.values())})
+    read = results.pop("read")
+    return results, read
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run all batch sizes, ours, Hugging Face and the bandwidth probe in alternation, and return the results."""
-    batches = [int(batch) for batch in args.batch.split(",")]
-    folder = resolve(args.model).folder
-    engine = runtime.compile(folder, backend=args.backend, dtype=args.dtype, device=args.device)
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=engine.dtype).to(engine.device).eval()
-    bandwidth = ReadBandwidth(engine.device)
-    rows = []
-    for batch in batches:
-        ours: list[float] = []
-        theirs: list[float] = []
-        prompts = _prompts(engine, batch, args.prompt)
-        decode_step_seconds(engine, batch, args.prompt, 2)
-        generate_step_seconds(reference, prompts, 2)
-        for _ in range(args.rounds):
-            bandwidth.sample()
-            ours += decode_step_seconds(engine, batch, args.prompt, args.steps)
-            theirs += generate_step_seconds(reference, prompts, args.steps)
-        needed = bytes_per_step(engine, batch, args.prompt + args.steps // 2)
-        ms, hf_ms = statistics.median(ours) * 1e3, statistics.median(theirs) * 1e3
-        rows.append({"batch": batch, "bytes": needed, "ms": ms, "hf_ms": hf_ms})
-    for row in rows:
-        row["floor_ms"] = row["bytes"] / bandwidth.best * 1e3
-        row["bandwidth_fraction"] = row["floor_ms"] / row["ms"]
-        row["hf_bandwidth_fraction"] = row["floor_ms"] / row["hf_ms"]
-        row["speedup"] = row["hf_ms"] / row["ms"]
+def decode_row(
+    engine: Engine, entrants: Mapping[str, Entrant], batch: int, args: Any, bandwidth: ReadBandwidth
+) -> dict[str, Any]:
+    """Decode steps of `batch` sequences: time, tokens/s and share of the bandwidth, by entrant (None: left out)."""
+    prompts = random_prompts(engine.vocab_size, [args.prompt] * batch)
+    results, read = compete(entrants, prompts, args.steps + 1, args, bandwidth)
+    needed = bytes_per_step(engine, batch, args.prompt + args.steps // 2)
+    floors = [needed / sample for sample in read]
+    steps = {name: [statistics.median(timing.steps) for timing in timings] for name, timings in results.items()}
+
+    def cell(seconds: list[float]) -> dict[str, float]:
+        return {
+            "ms": statistics.median(seconds) * 1e3,
+            "tokens_per_s": batch / statistics.median(seconds),
+            "bandwidth_fraction": ratio(floors, seconds),
+            "over_ours": ratio(seconds, steps[OURS]),
+            "rounds": len(seconds),
+        }
+
+    cells = {name: cell(seconds) if seconds else None for name, seconds in steps.items()}
+    return {"batch": batch, "bytes": needed, "floor_ms": statistics.median(floors) * 1e3, "entrants": cells}
+
+
+def prefill_row(
+    engine: Engine, entrants: Mapping[str, Entrant], tokens: int, args: Any, bandwidth: ReadBandwidth
+) -> dict[str, Any]:
+    """Prefill of one prompt of `tokens` tokens, up to the first token it gives, by entrant (None: left out)."""
+    results, _ = compete(entrants, random_prompts(engine.vocab_size, [tokens]), 1, args, bandwidth)
+    firsts = {name: [timing.first for timing in timings] for name, timings in results.items()}
+
+    def cell(seconds: list[float]) -> dict[str, float]:
+        return {
+            "seconds": statistics.median(seconds),
+            "tokens_per_s": tokens / statistics.median(seconds),
+            "over_ours": ratio(seconds, firsts[OURS]),
+            "rounds": len(seconds),
+        }
+
     return {
-        "bench": "decode_latency",
-        "model": args.model,
-        "backend": args.backend,
-        "dtype": str(engine.dtype).removeprefix("torch."),
-        "device": str(engine.device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "prompt": args.prompt,
-        "read_gb_s": bandwidth.best / 1e9,
-        "read_gb_s_median": bandwidth.median / 1e9,
-        "read_buffer_bytes": bandwidth.nbytes,
-        "num_recompiles": engine.stats().num_recompiles,
-        "rows": rows,
+        "tokens": tokens,
+        "entrants": {name: cell(seconds) if seconds else None for name, seconds in firsts.items()},
     }
 
 
-def main() -> None:
-    """Print the roofline and a table, then one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="folder, hub id, or smollm2")
-    parser.add_argument("--batch", default="1,8", help="batch sizes, separated by commas")
-    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens of each sequence")
-    parser.add_argument("--steps", type=int, default=24, help="decode steps a round")
-    parser.add_argument("--rounds", type=int, default=4, help="rounds of bandwidth, ours, Hugging Face")
-    parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="auto")
-    result = measure(parser.parse_args())
-    print(
-        f"{result['model']}, {result['dtype']}, {result['device']}, {result['threads']} threads: reads "
-        f"{result['read_gb_s']:.1f} GB/s at best, {result['read_gb_s_median']:.1f} in the median, over "
-        f"{result['read_buffer_bytes'] / 2**30:.2f} GiB"
-    )
-    head = ("batch", "MB/step", "floor ms", "ms/step", "ms/token", "of bandwidth", "HF ms/step", "HF of bw", "HF/ours")
-    print("".join(f"{name:>13}" for name in head))
-    for row in result["rows"]:
-        print(
-            f"{row['batch']:>13}{row['bytes'] / 1e6:>13.0f}{row['floor_ms']:>13.1f}{row['ms']:>13.1f}"
-            f"{row['ms'] / row['batch']:>13.2f}{row['bandwidth_fraction']:>13.0%}{row['hf_ms']:>13.1f}"
-            f"{row['hf_bandwidth_fraction']:>13.0%}{row['speedup']:>13.2f}"
-        )
+def measure(model: str, args: argparse.Namespace, bandwidth: ReadBandwidth) -> dict[str, Any]:
+    """Compile a model, run all cases and print them, and return the results."""
+    folder = resolve_model(model)
+    with runtime.compile(folder, backend=args.backend, dtype=args.dtype, device=args.device) as engine:
+        dtype = str(engine.dtype).removeprefix("torch.")
+        entrants, missing = enter(engine, folder, args.against, args.prompt + args.steps)
+        print(f"\n{model}, {dtype}, {args.backend}: decode after {args.prompt} tokens, {args.steps} steps a round")
+        for name, reason in missing.items():
+            print(f"{name} does not run here: {reason}")
+        decode, prefill = [], []
+        for batch in args.batch:
+            decode.append(decode_row(engine, entrants, batch, args, bandwidth))
+            row = decode[-1]
+            print(f"batch {batch}: {row['bytes'] / 1e6:.0f} MB a step, {row['floor_ms']:.1f} ms at the read bandwidth")
+            print_cells(row["entrants"], DECODE_COLUMNS, args.limit)
+        for tokens in args.prefill:
+            prefill.append(prefill_row(engine, entrants, tokens, args, bandwidth))
+            print(f"prefill of {tokens} tokens")
+            print_cells(prefill[-1]["entrants"], PREFILL_COLUMNS, args.limit)
+        return {
+            "model": model,
+            "dtype": dtype,
+            "device": str(engine.device),
+            "num_recompiles": engine.stats().num_recompiles,
+            "missing": missing,
+            "decode": decode,
+            "prefill": prefill,
+        }
+
+
+def print_cells(cells: Mapping[str, Any], columns: Mapping[str, tuple[str, str]], limit: float) -> None:
+    """One line for each entrant; columns: by key of a cell, the heading and the format."""
+    print(" " * 12 + "".join(f"{heading:>14}" for heading, _ in columns.values()))
+    for name, cell in cells.items():
+        if cell is None:
+            print(f"  {name:10}  left out: forecast to take over {limit:g} s")
+        else:
+            print(f"  {name:10}" + "".join(f"{cell[key]:>14{spec}}" for key, (_, spec) in columns.items()))
     sys.stdout.flush()
-    print(json.dumps(result))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the tables of every model, then one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", type=names, default="smollm2", help=f"separated by commas: {NAMES}")
+    parser.add_argument("--against", type=names, default="eager,static", help="Hugging Face, by its cache; or ''")
+    parser.add_argument("--batch", type=sizes, default="1,8,32", help="batch sizes, separated by commas")
+    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens of each sequence before decode")
+    parser.add_argument("--steps", type=int, default=24, help="decode steps a round")
+    parser.add_argument("--prefill", type=sizes, default="512,2048", help="prompt lengths, separated by commas; or ''")
+    parser.add_argument("--rounds", type=int, default=4, help="at most")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for one contestant in one case")
+    parser.add_argument("--backend", default="inductor", help="inductor or eager, of our engine")
+    parser.add_argument("--dtype", default="auto", help="of all contestants")
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args(argv)
+    bandwidth = ReadBandwidth(EngineConfig(device=args.device).resolve_device())
+    results = []
+    for model in args.model:
+        results.append(measure(model, args, bandwidth))
+        gc.collect()  # a model's modules refer to each other
+    print(
+        f"\nread bandwidth over {bandwidth.nbytes / 2**30:.2f} GiB: {bandwidth.best / 1e9:.1f} GB/s at best, "
+        f"{bandwidth.median / 1e9:.1f} in the median"
+    )
+    sys.stdout.flush()
+    record = {
+        "bench": "decode_latency",
+        "machine": machine(),
+        "args": vars(args),
+        "read_gb_s": bandwidth.best / 1e9,
+        "read_gb_s_median": bandwidth.median / 1e9,
+        "read_buffer_bytes": bandwidth.nbytes,
+        "models": results,
+    }
+    print(json.dumps(record))
 
 
 if __name__ == "__main__":

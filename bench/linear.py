@@ -14,16 +14,18 @@ import contextlib
 import itertools
 import json
 import mmap
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.arguments import sizes
+from bench.rounds import machine, ratio
 from ops.cpu.library import load
 
 PRODUCTS_PER_SAMPLE = 2e9  # multiply-adds; bounds the time of a sample where the products take it
@@ -61,6 +63,16 @@ def read(weight: Tensor) -> Tensor:
     return weight.view(torch.float32).sum()
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Our kernel, without a bias."""
+    return torch.ops.pagegraph.linear.cpu(x, weight, None)
+
+
+def mm(x: Tensor, weight: Tensor) -> Tensor:
+    """torch's plain matrix product."""
+    return torch.mm(x, weight.t())
+
+
 def seconds(run: Callable[[Tensor], object], weights: Sequence[Tensor]) -> float:
     """Time of one pass over the matrices."""
     start = time.perf_counter()
@@ -86,25 +98,18 @@ def measure(
     return times
 
 
-def ratio(times: dict[str, list[float]], numerator: str, denominator: str) -> float:
-    """Median over the rounds of how much faster `numerator` was."""
-    return statistics.median(d / n for n, d in zip(times[numerator], times[denominator], strict=True))
-
-
 def measure_weights(weights: Weights, args: argparse.Namespace) -> dict[str, Any]:
     """Both tables for one set of weights."""
-    linear = torch.ops.pagegraph.linear.cpu
     sample = weights.take(1)[0]
     dtype, nbytes, products = sample.dtype, sample.nbytes, sample.numel()
     few, many = [], []
+    contestants: dict[str, Callable[[Tensor], object]]
     for rows in args.few:
         x = torch.randn(rows, sample.shape[1]).to(dtype)
-        times = measure(
-            {"linear": lambda w, x=x: linear(x, w, None), "F.linear": lambda w, x=x: F.linear(x, w), "sum": read},
-            weights, rows, args.rounds,
-        )  # fmt: skip
+        contestants = {"linear": partial(linear, x), "F.linear": partial(F.linear, x), "sum": read}
+        times = measure(contestants, weights, rows, args.rounds)
         row = {"rows": rows, **{name: nbytes / statistics.median(t) / 1e9 for name, t in times.items()}}
-        row |= {"of_sum": ratio(times, "linear", "sum"), "of_torch": ratio(times, "linear", "F.linear")}
+        row |= {"of_sum": ratio(times["sum"], times["linear"]), "of_torch": ratio(times["F.linear"], times["linear"])}
         few.append(row)
         print(
             f"  {rows:5} rows: {row['linear']:6.2f} GB/s, {row['of_sum']:5.2f} of the sum ({row['sum']:.2f}), "
@@ -112,26 +117,16 @@ def measure_weights(weights: Weights, args: argparse.Namespace) -> dict[str, Any
         )
     for rows in args.many:
         x = torch.randn(rows, sample.shape[1]).to(dtype)
-        times = measure(
-            {
-                "linear": lambda w, x=x: linear(x, w, None),
-                "F.linear": lambda w, x=x: F.linear(x, w),
-                "mm": lambda w, x=x: torch.mm(x, w.t()),
-            },
-            weights, rows, args.rounds,
-        )  # fmt: skip
+        contestants = {"linear": partial(linear, x), "F.linear": partial(F.linear, x), "mm": partial(mm, x)}
+        times = measure(contestants, weights, rows, args.rounds)
         row = {"rows": rows, **{name: 2e-9 * rows * products / statistics.median(t) for name, t in times.items()}}
-        row |= {"of_torch": ratio(times, "linear", "F.linear"), "of_mm": ratio(times, "linear", "mm")}
+        row |= {"of_torch": ratio(times["F.linear"], times["linear"]), "of_mm": ratio(times["mm"], times["linear"])}
         many.append(row)
         print(
             f"  {rows:5} rows: {row['linear']:6.1f} GFLOP/s, {row['of_torch']:5.2f} x F.linear ({row['F.linear']:.1f})"
             f", {row['of_mm']:5.2f} x mm ({row['mm']:.1f})"
         )
     return {"few": few, "many": many}
-
-
-def _sizes(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
 
 
 def _shapes(text: str) -> list[tuple[int, int]]:
@@ -149,8 +144,8 @@ def main() -> None:
         help="weights, N x K (the defaults are of SmolLM2-135M, Qwen3-0.6B and Llama-3.2-1B)",
     )
     parser.add_argument("--dtypes", default="bfloat16,float32", help="of x and the weights")
-    parser.add_argument("--few", type=_sizes, default="1,2,4,8,16,32,64", help="rows of x, for GB/s")
-    parser.add_argument("--many", type=_sizes, default="128,512,2048", help="rows of x, for GFLOP/s")
+    parser.add_argument("--few", type=sizes, default="1,2,4,8,16,32,64", help="rows of x, for GB/s")
+    parser.add_argument("--many", type=sizes, default="128,512,2048", help="rows of x, for GFLOP/s")
     parser.add_argument("--gib", type=float, default=1.0, help="of weights")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that are kept")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -167,8 +162,11 @@ def main() -> None:
         case = {"dtype": dtype, "n": n, "k": k, "matrices": weights.count, "huge_pages": share}
         results.append({**case, **measure_weights(weights, args)})
         del weights
-    machine = {"cpu": platform.processor() or platform.machine(), "threads": args.threads, "isa": library.isa}
-    print(json.dumps({"bench": "linear", "machine": machine, "args": vars(args), "results": results}))
+    print(
+        json.dumps(
+            {"bench": "linear", "machine": machine() | {"isa": library.isa}, "args": vars(args), "results": results}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from ops.memory import Spec, allocate
 from runtime.engine import Engine
 
 
@@ -15,16 +16,19 @@ class ReadBandwidth:
 
     def __init__(self, device: torch.device, nbytes: int = 5 << 28, buffers: int = 20) -> None:
         size = nbytes // buffers // 4
-        self._buffers = [torch.ones(size, device=device) for _ in range(buffers)]
+        self._buffers = allocate([Spec((size,), torch.float32)] * buffers, device)  # as weights and caches lie
+        for buffer in self._buffers:
+            buffer.fill_(1)
         self.nbytes = sum(buffer.nbytes for buffer in self._buffers)
         self.samples: list[float] = []
 
-    def sample(self) -> None:
-        """Read everything once, as a sum; adds one sample in bytes a second."""
+    def sample(self) -> float:
+        """Read everything once, as a sum; returns and keeps one sample in bytes a second."""
         start = time.perf_counter()
         total = sum(float(buffer.sum()) for buffer in self._buffers)  # float() waits for a GPU
         self.samples.append(self.nbytes / (time.perf_counter() - start))
         assert total == self.nbytes / 4
+        return self.samples[-1]
 
     @property
     def best(self) -> float:

@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,9 +20,11 @@ from torch import Tensor, fx
 from torch._dynamo.decorators import mark_unbacked
 from tqdm import tqdm
 
+from graphs.fusion import GraphRule, fuse
 from graphs.inputs import InputArena, StepSizes
 from graphs.kv_cache import KVCache
 from models.adapted import AdaptedModel
+from models.report import RuleOutcome
 from models.step_inputs import FIELDS, StepInputs, StepOutputs
 from ops.cache_folder import cache_folder
 
@@ -49,40 +51,32 @@ def use_lasting_compiler_cache() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder() / "inductor")
 
 
-class GraphLostError(RuntimeError):
-    """Dynamo no longer has the graph that it compiled."""
-
-
 class CapturedGraph:
     """`module` compiled into one graph that is a function of the step's inputs and of the caches.
 
-    `compile` makes it. `graphs` then holds the one FX graph, for inspection. Dynamo is told to check no guards: our
-    inputs differ from step to step in marked sizes only, while guards also watch the rest of the process (transformers'
-    registry of living models, torch's defaults) and would compile again for nothing. What could still make Dynamo
-    forget the graph, a `torch._dynamo.reset()` in the process, is counted in `num_recompiles` and makes calls raise
-    GraphLostError.
+    `compile` makes it. `graphs` then holds the one FX graph, for inspection, and `outcomes` what `rules` did to it.
+
+    Dynamo is left behind once it has traced: a call hands the compiled function its flat arguments, which a `_Binding`
+    finds. Dynamo's way to it would load every parameter through the module in each step and look at guards, and a
+    `torch._dynamo.reset()`, or anything else that a guard watches, would compile again.
     """
 
-    def __init__(self, module: AdaptedModel, *, progress: bool = True) -> None:
+    def __init__(self, module: AdaptedModel, rules: Sequence[GraphRule] = (), *, progress: bool = True) -> None:
         self.graphs: list[fx.GraphModule] = []
+        self.outcomes: list[RuleOutcome] = []
         self.seconds = 0.0
-        self._progress = progress
-        self.num_recompiles = 0
-        self._function = torch.compile(
-            _own_function(module),
-            backend=self._compile,
-            fullgraph=True,
-            options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},
-        )
+        self._module, self._rules, self._progress = module, rules, progress
+        self._compiled: Callable[..., Any]
+        self._binding: _Binding
+
+    @property
+    def num_recompiles(self) -> int:
+        """Graphs that were compiled beside the first one."""
+        return max(0, len(self.graphs) - 1)
 
     def __call__(self, inputs: StepInputs, k_caches: list[Tensor], v_caches: list[Tensor]) -> StepOutputs:
         """Run the graph. Side effect: the caches."""
-        try:
-            return self._function(inputs, k_caches, v_caches)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            if self.num_recompiles:
-                raise GraphLostError("torch._dynamo.reset() in this process dropped the compiled graph") from error
-            raise
+        return self._binding.outputs(self._compiled(*self._binding.arguments((*inputs, *k_caches, *v_caches))))
 
     def compile(self, cache: KVCache, device: torch.device) -> None:
         """Compile now, on example inputs that read and write nothing but the null block."""
@@ -91,22 +85,89 @@ class CapturedGraph:
         for tensor in (*cache.k, *cache.v):
             mark_unbacked(tensor, 0, shape_id="N")
         start = time.perf_counter()
-        # Scales and softcaps are the model's own: constants. What other runs compiled says nothing about this model.
-        settings = torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_local_pgo=False)
+        traced = torch.compile(
+            _own_function(self._module),
+            backend=self._compile,
+            fullgraph=True,
+            options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},  # it is called only once
+        )
+        # Scales and softcaps are the model's own: constants. What this or another process compiled before says nothing
+        # about this model: Dynamo would make head counts dynamic that differ from those of an earlier engine.
+        settings = torch._dynamo.config.patch(
+            specialize_float=True, automatic_dynamic_shapes=False, automatic_dynamic_local_pgo=False
+        )
         with settings, _moving_bar("compile: tracing", self._progress) as self._bar:
-            self(inputs, cache.k, cache.v)
+            found = traced(inputs, cache.k, cache.v)
+        arguments, results = self._first_call
+        self._binding = _Binding(self.graphs[0], (*inputs, *cache.k, *cache.v), arguments, found, results)
+        del self._first_call
         self.seconds = time.perf_counter() - start
 
     def _compile(self, graph: fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        if self.graphs:
-            # The sizes of this call are not marked: a graph of them would serve no other step, unnoticed.
-            self.num_recompiles += 1
-            raise GraphLostError
+        self.outcomes = fuse(graph.graph, self._rules)
+        graph.recompile()
         self.graphs.append(graph)
         self._bar.set_description(f"compile: inductor, {len(graph.graph.nodes)} nodes")
-        return compile_fx(graph, example)
+        self._compiled = compile_fx(graph, example)
+
+        def first_call(*arguments: Any) -> Any:
+            results = self._compiled(*arguments)
+            self._first_call = arguments, results
+            return results
+
+        return first_call
+
+
+class _Binding:
+    """How a step's tensors, and the parameters, become the flat arguments of a compiled graph, and its results ours.
+
+    It is read off one call that came through Dynamo: a tensor of the call is an input if it is that very object, and a
+    parameter otherwise; a number is the size, or the storage offset, of the input that has its symbol there.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        inputs: tuple[Tensor, ...],
+        arguments: tuple[Any, ...],
+        outputs: StepOutputs,
+        results: Sequence[Any],
+    ) -> None:
+        position = {id(tensor): index for index, tensor in enumerate(inputs)}
+        examples = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        sizes: dict[
+            str, tuple[int, int | None]
+        ] = {}  # by symbol: which input, and the dimension or None for the offset
+        for argument, example in zip(arguments, examples, strict=True):
+            if id(argument) in position:
+                for dim, size in enumerate(example.shape):
+                    sizes.setdefault(str(size), (position[id(argument)], dim))
+                sizes.setdefault(str(example.storage_offset()), (position[id(argument)], None))
+        self._constants: list[Any] = list(arguments)
+        self._tensors: list[tuple[int, int]] = []
+        self._sizes: list[tuple[int, int, int | None]] = []
+        for index, (argument, example) in enumerate(zip(arguments, examples, strict=True)):
+            if id(argument) in position:
+                self._tensors.append((index, position[id(argument)]))
+                self._constants[index] = None  # example inputs are not kept alive
+            elif not isinstance(argument, Tensor):
+                self._sizes.append((index, *sizes[str(example)]))
+        self._results = [next(i for i, result in enumerate(results) if result is output) for output in outputs]
+
+    def arguments(self, inputs: tuple[Tensor, ...]) -> list[Any]:
+        """The flat arguments for a step's inputs and caches."""
+        flat = self._constants.copy()
+        for index, source in self._tensors:
+            flat[index] = inputs[source]
+        for index, source, dim in self._sizes:
+            flat[index] = inputs[source].storage_offset() if dim is None else inputs[source].shape[dim]
+        return flat
+
+    def outputs(self, results: Sequence[Any]) -> StepOutputs:
+        """Our outputs among the graph's results."""
+        return StepOutputs(*(results[index] for index in self._results))
 
 
 def example_inputs(device: torch.device) -> StepInputs:

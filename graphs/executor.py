@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from graphs.capture import CapturedGraph, GraphLostError, compiler_missing
+from graphs.capture import CapturedGraph, compiler_missing
+from graphs.fusion import GraphRule
 from graphs.kv_cache import KVCache
 from models.adapted import AdaptedModel
+from models.report import RuleOutcome
 from models.step_inputs import StepInputs, StepOutputs
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,10 @@ class Executor(Protocol):
     def num_recompiles(self) -> int:
         """Compilations after warm-up."""
 
+    @property
+    def outcomes(self) -> list[RuleOutcome]:
+        """What rules did to the graph."""
+
 
 class EagerExecutor:
     """Runs the adapted module uncompiled."""
@@ -33,6 +40,7 @@ class EagerExecutor:
     num_recompiles = 0
 
     def __init__(self, module: AdaptedModel, cache: KVCache) -> None:
+        self.outcomes: list[RuleOutcome] = []  # there is no graph
         self._module, self._cache = module, cache
 
     @torch.no_grad()
@@ -42,13 +50,19 @@ class EagerExecutor:
 
 
 class CompiledExecutor:
-    """Runs the one compiled graph, compiled when this is made; should Dynamo lose it, the module uncompiled."""
+    """Runs the one compiled graph, compiled when this is made."""
 
-    def __init__(self, module: AdaptedModel, cache: KVCache, device: torch.device, *, progress: bool = True) -> None:
+    def __init__(
+        self,
+        module: AdaptedModel,
+        cache: KVCache,
+        device: torch.device,
+        rules: Sequence[GraphRule] = (),
+        *,
+        progress: bool = True,
+    ) -> None:
         self._cache = cache
-        self._eager = EagerExecutor(module, cache)
-        self._lost = False
-        self.graph = CapturedGraph(module, progress=progress)
+        self.graph = CapturedGraph(module, rules, progress=progress)
         with torch.no_grad():
             self.graph.compile(cache, device)
 
@@ -57,26 +71,32 @@ class CompiledExecutor:
         """See Executor."""
         return self.graph.num_recompiles
 
+    @property
+    def outcomes(self) -> list[RuleOutcome]:
+        """See Executor."""
+        return self.graph.outcomes
+
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> StepOutputs:
         """See Executor."""
-        if not self._lost:
-            try:
-                return self.graph(inputs, self._cache.k, self._cache.v)
-            except GraphLostError as error:
-                self._lost = True
-                logger.warning("%s: this engine runs uncompiled from now on; make a new one to compile again", error)
-        return self._eager.run(inputs)
+        return self.graph(inputs, self._cache.k, self._cache.v)
 
 
 def make_executor(
-    module: AdaptedModel, cache: KVCache, device: torch.device, backend: str, *, progress: bool = True
+    module: AdaptedModel,
+    cache: KVCache,
+    device: torch.device,
+    backend: str,
+    rules: Sequence[GraphRule] = (),
+    *,
+    progress: bool = True,
 ) -> Executor:
-    """Make the executor of a backend: "inductor" (compiles now; without a compiler warns and is eager) or "eager"."""
+    """Make the executor of a backend: "inductor" (compiles now, after `rules` rewrote the graph; without a compiler
+    warns and is eager) or "eager"."""
     if backend == "inductor":
         missing = compiler_missing(device)
         if missing is None:
-            executor = CompiledExecutor(module, cache, device, progress=progress)
+            executor = CompiledExecutor(module, cache, device, rules, progress=progress)
             logger.info("compile: one graph in %.1f s", executor.graph.seconds)
             return executor
         warnings.warn(f"{missing} is not on this machine: running uncompiled (backend='eager')", stacklevel=4)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from models.report import CachePlan
+from ops.memory import Spec, allocate
 from ops.providers import Choice
 
 CPU_POOL_BYTES = 4 << 30
@@ -24,13 +25,12 @@ class KVCache:
         self.num_blocks, self.block_size = num_blocks, block_size
         self._copy = copy.overload
         # Uninitialised: a fresh pool costs no memory traffic, and no op may depend on what a free block holds.
-        self.k = [self._empty(site.num_kv_heads, site.k_dim, dtype, device) for site in plan.caches]
-        self.v = [self._empty(site.num_kv_heads, site.v_dim, dtype, device) for site in plan.caches]
+        rows = [(site.num_kv_heads, site.k_dim) for site in plan.caches]
+        rows += [(site.num_kv_heads, site.v_dim) for site in plan.caches]
+        tensors = allocate([Spec((num_blocks, block_size, *row), dtype) for row in rows], device)
+        self.k, self.v = tensors[: len(plan.caches)], tensors[len(plan.caches) :]
         for tensor in self.tensors:
             tensor[0] = 0  # the null block: padding reads its first slot
-
-    def _empty(self, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(self.num_blocks, self.block_size, heads, dim, dtype=dtype, device=device)
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,10 @@ from models.families import PROVEN
 from models.probe import probe
 from models.report import CachePlan, RewriteReport, Verdict
 from models.rewrite import LoadPlan, apply_rules
-from models.rules import DEFAULT_RULES
+from models.rules import RULES
 from models.skeleton import on_meta
 from models.step_inputs import StepInputs, StepOutputs
+from ops.memory import Spec, allocate
 from ops.providers import Choice, choose
 
 
@@ -70,14 +71,14 @@ class Adaptation:
         own: also replace parameters that are shared with a user's module, so that loading cannot change it.
         dtype: of the replaced floating-point parameters; None keeps each one's own.
         """
-        fresh: dict[int, nn.Parameter] = {}
+        replaced = {id(p): p for p in self.module.parameters() if p.is_meta or own}
+        casts = [dtype or p.dtype if p.is_floating_point() else p.dtype for p in replaced.values()]
+        specs = [Spec(tuple(p.shape), cast) for p, cast in zip(replaced.values(), casts, strict=True)]
+        storage = [nn.Parameter(tensor, requires_grad=False) for tensor in allocate(specs, device)]
+        fresh = dict(zip(replaced, storage, strict=True))
         for module in self.module.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.is_meta or own:
-                    if id(parameter) not in fresh:
-                        cast = dtype if parameter.is_floating_point() else None
-                        empty = torch.empty_like(parameter, device=device, dtype=cast)
-                        fresh[id(parameter)] = nn.Parameter(empty, requires_grad=False)
+                if id(parameter) in fresh:
                     setattr(module, name, fresh[id(parameter)])
             for name, buffer in list(module.named_buffers(recurse=False)):
                 module._buffers[name] = buffer.clone() if own and buffer.device == device else buffer.to(device)
@@ -98,18 +99,22 @@ def adapt(
     device: torch.device,
     providers: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
+    rules: Collection[str] | None = None,
 ) -> Adaptation:
     """Probe and rewrite `model`, a structure of our own (see models/skeleton.py), for execution on `device`.
 
     providers: op name -> provider, to override the choice by device. dtype: that the weights will have, None for the
-    one of `model`. Raises UnsupportedModelError, and ValueError for an unknown op or provider.
+    one of `model`. rules: names of those of models/rules to apply, None for all.
+
+    Raises UnsupportedModelError, and ValueError for an unknown op or provider.
     """
-    choices = choose(device, providers or {})
+    choices = choose(device, providers or {}, dtype or model.dtype)
     seen = probe(model)
     architecture = type(model).__name__
     verdict = Verdict.PROVEN if architecture in PROVEN else Verdict.UNPROVEN
     source = on_meta(model)
-    stacks, outcomes = apply_rules(model, seen, DEFAULT_RULES)
+    chosen = [make(choices) for name, make in RULES.items() if rules is None or name in rules]
+    stacks, outcomes = apply_rules(model, seen, chosen)
     step = AttentionStep(seen.plan, choices["paged_attention"], choices["write_kv"])
     for site in seen.plan.sites:
         bind(model.get_submodule(site.module), step)

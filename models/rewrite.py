@@ -99,8 +99,11 @@ def _verify(rule: Rule, model: PreTrainedModel, probe: Probe, rewrite: Rewrite) 
 
 
 def _shape_key(module: nn.Module, members: tuple[str, ...]) -> object:
+    """What verification depends on: shapes and dtypes, and the members' classes and settings (epsilons, flags)."""
     shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
-    return type(module), members, shapes
+    children = [module.get_submodule(name) for name in members]
+    settings = [[(k, v) for k, v in vars(child).items() if isinstance(v, int | float | str)] for child in children]
+    return type(module), members, shapes, tuple(map(type, children)), repr(settings)
 
 
 def _under(prefix: str, stack: Stack) -> Stack:

@@ -4,7 +4,10 @@ Importing this package defines them in `torch.ops.pagegraph`, with every provide
 provider of an op for a device; its `overload` is what a graph calls.
 """
 
+from ops.cpu.library import register_cpu_providers
 from ops.providers import Choice, Provider, register, select
 from ops.schema import SCHEMAS, schema_hash
 
 __all__ = ["SCHEMAS", "Choice", "Provider", "register", "schema_hash", "select"]
+
+register_cpu_providers()

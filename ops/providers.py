@@ -20,12 +20,14 @@ class Provider:
     """What one provider of an op can serve.
 
     devices: device types ("cpu", "cuda"), None for every one. dtypes: of the activations, None for every one.
-    priority: the highest of those that serve a device is chosen.
+    priority: the highest of those that serve a device is chosen. prepare: makes the overload callable when the provider
+    is first about to be chosen (it may run a compiler), and returns why that cannot be, or None.
     """
 
     devices: frozenset[str] | None
     priority: int
     dtypes: frozenset[torch.dtype] | None = None
+    prepare: Callable[[], str | None] | None = None
 
     def serves(self, device: torch.device, dtype: torch.dtype | None) -> bool:
         """Tell whether it runs on the device, and with the dtype if one is named."""
@@ -62,25 +64,38 @@ def select(op: str, device: torch.device, override: str | None = None, dtype: to
     if op not in REGISTRY:
         raise ValueError(f"unknown op {op!r}; the ops are {sorted(REGISTRY)}")
     providers = REGISTRY[op]
-    usable = {name: provider for name, provider in providers.items() if provider.serves(device, dtype)}
-    on = device.type if dtype is None else f"{device.type} with {dtype}"
+    usable = [name for name, provider in providers.items() if provider.serves(device, dtype)]
+    on = device.type if dtype is None else f"{device.type} with {str(dtype).removeprefix('torch.')}"
     if override is None:
-        name = max(usable, key=lambda name: usable[name].priority)
-        reason = f"highest priority on {on} among {sorted(usable)}"
-    elif override in usable:
-        name, reason = override, "asked for"
-    elif override in providers:
-        raise ValueError(f"provider {override!r} of {op} does not serve {on}; these do: {sorted(usable)}")
-    else:
+        name, reason = _first_prepared(op, usable)
+        return Choice(op, name, reason or f"highest priority on {on} among {sorted(usable)}", overload(op, name))
+    if override not in providers:
         raise ValueError(f"unknown provider {override!r} of {op}; on {on} there are {sorted(usable)}")
-    return Choice(op, name, reason, overload(op, name))
+    if override not in usable:
+        raise ValueError(f"provider {override!r} of {op} does not serve {on}; these do: {sorted(usable)}")
+    prepare = providers[override].prepare
+    if prepare is not None and (problem := prepare()) is not None:
+        raise ValueError(f"provider {override!r} of {op} cannot be used here: {problem}")
+    return Choice(op, override, "asked for", overload(op, override))
 
 
-def choose(device: torch.device, overrides: Mapping[str, str]) -> dict[str, Choice]:
+def _first_prepared(op: str, names: list[str]) -> tuple[str, str | None]:
+    """The provider of highest priority that can be used, and what was wrong with those above it."""
+    problems: list[str] = []
+    for name in sorted(names, key=lambda name: -REGISTRY[op][name].priority):
+        prepare = REGISTRY[op][name].prepare
+        problem = prepare() if prepare is not None else None
+        if problem is None:
+            return name, "; ".join(problems) or None
+        problems.append(f"{name} cannot be used here: {problem}")
+    raise AssertionError(f"no provider of {op}: the reference serves everything")
+
+
+def choose(device: torch.device, overrides: Mapping[str, str], dtype: torch.dtype | None = None) -> dict[str, Choice]:
     """Choose a provider for every op; `overrides` names some by op. Raises ValueError as `select` does."""
     if unknown := sorted(set(overrides) - set(REGISTRY)):
         raise ValueError(f"unknown op {unknown[0]!r}; the ops are {sorted(REGISTRY)}")
-    return {op: select(op, device, overrides.get(op)) for op in REGISTRY}
+    return {op: select(op, device, overrides.get(op), dtype) for op in REGISTRY}
 
 
 _REFERENCE: dict[str, Callable[..., Any]] = {
@@ -90,6 +105,11 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "swap_blocks": reference.swap_blocks,
     "sample": sample,
     "linear": reference.linear,
+    "rms_norm": reference.rms_norm,
+    "add_rms_norm": reference.add_rms_norm,
+    "silu_and_mul": reference.silu_and_mul,
+    "gelu_and_mul": reference.gelu_and_mul,
+    "rope_write_kv": reference.rope_write_kv,
 }
 for _op, _kernel in _REFERENCE.items():
     define(_op, "reference", CompositeExplicitAutograd=_kernel)

@@ -1,4 +1,4 @@
-"""The specification of attention, cache and linear ops in plain PyTorch, for any device.
+"""The specification of all ops but `sample` in plain PyTorch, for any device.
 
 Legend: T tokens, B sequences, W block-table width, N blocks, Hq query heads, Hk kv heads, G = Hq / Hk, S keys read,
 Dk and Dv head dims. Position p of a sequence is slot `block_table[p // block_size] * block_size + p % block_size`.
@@ -125,6 +125,106 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     dtype = torch.promote_types(x.dtype, weight.dtype)
     added = None if bias is None else bias.to(dtype)
     return torch.nn.functional.linear(x.to(dtype), weight.to(dtype), added).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * (offset + weight), over the last dimension (Zhang and Sennrich, 2019).
+
+    Args:
+        x: [..., D], any strides.
+        weight: [D], of any dtype.
+        offset: 0, or 1 where weights are stored as their difference to 1 (Gemma).
+
+    Returns: x's shape and dtype, contiguous. Computes in float32, float64 inputs in float64, and rounds once.
+    """
+    dtype = _accumulator(x.dtype)
+    wide = x.to(dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * (offset + weight.to(dtype))).to(x.dtype).contiguous()
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """rms_norm of x + residual, and that sum, which is rounded to x's dtype before it is normalised.
+
+    Args:
+        x: [..., D], any strides.
+        residual: of x's shape, any strides and dtype.
+        weight, eps, offset: see rms_norm.
+
+    Returns: the norm and the sum, both of x's shape and dtype, contiguous.
+    """
+    dtype = _accumulator(x.dtype)
+    total = (x.to(dtype) + residual.to(dtype)).to(x.dtype).contiguous()
+    return rms_norm(total, weight, eps, offset), total
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, with silu(x) = x / (1 + e^-x) (SwiGLU of Shazeer, 2020).
+
+    Args:
+        gate_up: [..., 2 N], any strides: N columns of gate, then N of up.
+
+    Returns: [..., N] in gate_up's dtype, contiguous. Computes in float32, float64 inputs in float64, and rounds once.
+    """
+    gate, up = _halves(gate_up)
+    return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype).contiguous()
+
+
+def gelu_and_mul(gate_up: Tensor, tanh: bool) -> Tensor:
+    """gelu(gate) * up, with gelu(x) = x (1 + erf(x / sqrt(2))) / 2 (GEGLU of Shazeer, 2020).
+
+    Args:
+        gate_up: [..., 2 N], any strides: N columns of gate, then N of up.
+        tanh: takes x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 instead (Hendrycks and Gimpel, 2016).
+
+    Returns: as silu_and_mul.
+    """
+    gate, up = _halves(gate_up)
+    activated = torch.nn.functional.gelu(gate, approximate="tanh" if tanh else "none")
+    return (activated * up).to(gate_up.dtype).contiguous()
+
+
+def rope_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """Rotate each token's queries and keys by its position; store its K and V in its slot.
+
+    The first R dimensions are turned, where x1 is the first half of them and x2 the second: x1 cos - x2 sin, and
+    x2 cos + x1 sin (Su et al., 2021, in the layout of GPT-NeoX). The others pass.
+
+    Args:
+        q, k: [T, Hq, D] and [T, Hk, D], any strides.
+        v: [T, Hk, Dv], any strides.
+        cos, sin: [T, R], any strides and dtype; R is even and at most D. Each half has its own columns.
+        k_cache, v_cache, slot_mapping: see write_kv.
+
+    Returns: the rotated q in its dtype, contiguous. Computes in float32, float64 inputs in float64, and rounds once: to
+    q's dtype and to the cache's.
+    """
+    write_kv(_rotate(k, cos, sin), v, k_cache, v_cache, slot_mapping)
+    return _rotate(q, cos, sin).to(q.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rope on [T, H, D] in the accumulation dtype; contiguous, and no view of x."""
+    dtype = _accumulator(x.dtype)
+    turned, rest = x.to(dtype).tensor_split([cos.shape[-1]], -1)
+    first, second = turned.unflatten(-1, (2, -1)).unbind(-2)
+    cos, sin = cos.to(dtype)[:, None], sin.to(dtype)[:, None]
+    return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+
+
+def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """Both halves of the last dimension, which must be even, in the accumulation dtype."""
+    gate, up = gate_up.to(_accumulator(gate_up.dtype)).unflatten(-1, (2, -1)).unbind(-2)
+    return gate, up
 
 
 def _runs(pairs: list[list[int]]) -> Iterator[tuple[int, int, int]]:

@@ -30,6 +30,14 @@ SCHEMAS: dict[str, str] = {
         "Tensor masked_ids) -> Tensor"
     ),
     "linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    "rms_norm": "(Tensor x, Tensor weight, float eps, float offset) -> Tensor",
+    "add_rms_norm": "(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor)",
+    "silu_and_mul": "(Tensor gate_up) -> Tensor",
+    "gelu_and_mul": "(Tensor gate_up, bool tanh) -> Tensor",
+    "rope_write_kv": (
+        "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+        "Tensor slot_mapping) -> Tensor"
+    ),
 }
 
 # Lives as long as the process: torch drops the definitions of a library that is collected.
@@ -81,6 +89,22 @@ def _fake_linear(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+def _fake_rms_norm(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_add_rms_norm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+def _fake_act_and_mul(gate_up: Tensor, *_: Any) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def _fake_rope_write_kv(q: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(q.shape)
+
+
 def _fake_nothing(*_: Any) -> None:
     return None
 
@@ -92,4 +116,9 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "swap_blocks": _fake_nothing,
     "sample": _fake_sample,
     "linear": _fake_linear,
+    "rms_norm": _fake_rms_norm,
+    "add_rms_norm": _fake_add_rms_norm,
+    "silu_and_mul": _fake_act_and_mul,
+    "gelu_and_mul": _fake_act_and_mul,
+    "rope_write_kv": _fake_rope_write_kv,
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +67,8 @@ def compile(
     swap_space: float = 4,
     seed: int = 0,
     providers: Mapping[str, str] | None = None,
+    rules: Collection[str] | None = None,
+    num_threads: int | None = None,
     verify: bool = False,
     progress: bool = True,
     **unknown: Any,
@@ -100,6 +102,10 @@ def compile(
             and at most half of what is free at the start. 0: none.
         seed: of the noise of requests that give none.
         providers: op name -> provider, to override the choice by device, e.g. {"sample": "reference"}.
+        rules: names of the rewrite rules that may be applied (`print(engine.report)` lists them); None: all. None is
+            needed: without any, the model runs as Hugging Face wrote it, over the paged cache.
+        num_threads: CPU threads that compute; None: the physical cores that this process may use, by its affinity mask
+            and its cgroup's quota. It is PyTorch's number for the whole process (torch.set_num_threads).
         verify: run the acceptance test on a small random copy of the architecture first (chunked prefill and decode,
             mixed with other requests, against Hugging Face eager), and refuse the model if it differs.
         progress: bars on stderr.
@@ -130,5 +136,7 @@ def compile(
         swap_space=swap_space,
         seed=seed,
         providers=providers or {},
+        rules=rules,
+        num_threads=num_threads,
     )
     return Engine(model, tokenizer, config, verify=verify, progress=progress)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
+from graphs.rules import GRAPH_RULES
+from models.rules import RULES
+from ops.providers import select
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 BACKENDS = ("inductor", "eager")
@@ -40,6 +44,8 @@ class EngineConfig:
     swap_space: float = 4  # GiB
     seed: int = 0
     providers: Mapping[str, str] = field(default_factory=dict)
+    rules: Collection[str] | None = None
+    num_threads: int | None = None
 
     def __post_init__(self) -> None:
         at_least = {
@@ -50,6 +56,7 @@ class EngineConfig:
             "max_num_seqs": 1,
             "max_num_batched_tokens": 1,
             "long_prefill_token_threshold": 0,
+            "num_threads": 1,
         }
         for name, least in at_least.items():
             value = getattr(self, name)
@@ -76,6 +83,7 @@ class EngineConfig:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         self._check_swap_space()
+        self._check_rules()
         if self.dtype not in ("auto", *DTYPES, *DTYPES.values()):
             names = ", ".join(DTYPES)
             raise ValueError(f"dtype must be 'auto' or one of {names}, by name or torch's own, not {self.dtype!r}")
@@ -88,6 +96,18 @@ class EngineConfig:
             raise ValueError("preemption='swap' needs a swap_space above 0; preemption='recompute' needs none")
         if self.preemption == "recompute" and space != EngineConfig.__dataclass_fields__["swap_space"].default:
             warnings.warn(f"swap_space={space} is ignored: preemption='recompute' swaps nothing out", stacklevel=5)
+
+    def _check_rules(self) -> None:
+        known = [*RULES, *GRAPH_RULES]
+        wanted = () if self.rules is None else self.rules
+        listed = isinstance(wanted, Collection) and not isinstance(wanted, str)
+        unknown = [name for name in wanted if name not in known] if listed else [wanted]
+        if unknown:
+            raise ValueError(f"rules must be None (all) or a list of names from {', '.join(known)}; not {unknown[0]!r}")
+
+    def applies(self, rule: str) -> bool:
+        """Whether a rewrite rule of that name may be applied."""
+        return self.rules is None or rule in self.rules
 
     def resolve_device(self) -> torch.device:
         """The device asked for; "auto" is the current GPU if there is one."""
@@ -111,13 +131,19 @@ class EngineConfig:
 
         stored: the weights' dtype; nbytes: their size; memory: bytes the process may use.
         Without bf16 instructions PyTorch's bf16 product is emulated: 15 to 16 GFLOP/s against 78 to 79 in float32 at 64
-        to 512 rows (AVX2, two cores). float32 is then chosen as long as it leaves half of the memory to the rest.
+        to 512 rows (AVX2, two cores). Unless the op `linear` has a provider of its own for the dtype, float32 is then
+        chosen as long as it leaves half of the memory to the rest.
         """
         if isinstance(self.dtype, torch.dtype):
             return self.dtype
         if self.dtype != "auto":
             return DTYPES[self.dtype]
-        slow = device.type == "cpu" and stored.itemsize == 2 and not cpu_multiplies(stored)
+        slow = (
+            device.type == "cpu"
+            and stored.itemsize == 2
+            and not cpu_multiplies(stored)
+            and select("linear", device, self.providers.get("linear"), stored).provider == "reference"
+        )
         fits = nbytes * 4 // stored.itemsize <= memory // 2
         return torch.float32 if slow and fits else stored
 

@@ -28,7 +28,7 @@ from runtime.config import EngineConfig
 from runtime.limits import batched_tokens, size_pool, size_swap_space
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.memory_report import MemoryReport, take_report
-from runtime.metrics import EngineStats, PhaseSeconds
+from runtime.metrics import EngineStats, PhaseSeconds, StepSeconds
 from runtime.model_loader import LoadedModel, load
 from runtime.model_runner import ModelRunner
 from runtime.outputs import RequestOutput
@@ -38,6 +38,7 @@ from runtime.request import Request
 from runtime.sampling import SamplingParams
 from runtime.schedule import Schedule
 from runtime.scheduler import Scheduler
+from runtime.threads import use_threads
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,10 @@ class Engine:
         self.seconds = PhaseSeconds()
         self._progress = progress
         self._loaded = load(model, tokenizer, self.config, self.seconds, verify=verify, progress=progress)
+        if self._loaded.device.type == "cpu":
+            use_threads(self.config.num_threads)
+        elif self.config.num_threads is not None:
+            logger.warning("num_threads=%d is ignored: the model runs on %s", self.config.num_threads, self.device)
         num_blocks, self.max_model_len = size_pool(self._loaded, self.config)
         num_swap_blocks = size_swap_space(self._loaded, self.config, num_blocks, self.max_model_len)
         manager = KVCacheManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching, num_swap_blocks)
@@ -82,6 +87,7 @@ class Engine:
         self._news: dict[str, None] = {}  # ids, in order, of requests whose output is to be made
         self._arrivals = itertools.count()
         self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
+        self._step_seconds = StepSeconds()
         self._warned_at = float("-inf")  # of the last warning that requests are preempted
         self._closed = False
 
@@ -302,6 +308,7 @@ class Engine:
         self._check_open()
         scheduler, manager, preemption = self.scheduler, self.scheduler.manager, self._preemption
         return EngineStats(
+            step_seconds=replace(self._step_seconds),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_preemptions=preemption.num_preemptions,
@@ -417,10 +424,14 @@ class Engine:
         self._note(schedule.finished)
         if schedule.preempted:
             self._warn_of_preemption()
+        self._step_seconds.schedule += time.perf_counter() - start
         if schedule.rows or schedule.swap_outs:
             self._note(self._run(schedule))
+        ran = time.perf_counter()
         outputs = self._deliver()
-        seconds = time.perf_counter() - start
+        end = time.perf_counter()
+        self._step_seconds.output += end - ran
+        seconds = end - start
         if schedule.num_prompt_tokens:
             self.seconds.prefill += seconds
         else:
@@ -460,15 +471,17 @@ class Engine:
         self._num_steps += 1
         start = time.perf_counter()
         try:
-            tokens, candidates = self.runner.run(schedule)
+            tokens, candidates = self.runner.run(schedule, self._step_seconds)
         except Exception:
             logger.exception("a step of %d tokens failed; its %d requests end", schedule.num_tokens, len(schedule.rows))
             return self.scheduler.fail(schedule)
+        ran = time.perf_counter()
         if schedule.num_tokens > len(schedule.rows):
-            self._preemption.note_prefill(schedule.num_tokens, time.perf_counter() - start)
+            self._preemption.note_prefill(schedule.num_tokens, ran - start)
         advanced = self.scheduler.update(schedule, tokens, candidates)
         self._num_output_tokens += len(advanced)
         self._num_prompt_tokens += schedule.num_prompt_tokens
+        self._step_seconds.update += time.perf_counter() - ran
         return advanced
 
     def _take_text(self, completions: Completions, member: Request) -> None:

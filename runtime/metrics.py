@@ -5,20 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+@dataclass
+class StepSeconds:
+    """Where the time of steps went, in seconds, by phase.
+
+    schedule: choosing rows and blocks. transfer: blocks swapped and copied. prepare: filling the inputs. forward: the
+    model with sampling, until the tokens are on the host. update: taking the tokens. output: text and RequestOutputs.
+    """
+
+    schedule: float = 0.0
+    transfer: float = 0.0
+    prepare: float = 0.0
+    forward: float = 0.0
+    update: float = 0.0
+    output: float = 0.0
+
+    @property
+    def host(self) -> float:
+        """What a step takes beside the model and the movement of blocks."""
+        return self.schedule + self.prepare + self.update + self.output
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """A snapshot. Counters run from the engine's start; prefix cache figures are in tokens.
 
     A preempted request finds its own blocks again when it resumes: those look-ups are counted apart (`resumed_…`),
     since they say nothing about sharing. `num_blocks_copied` counts copies on write. `kv_cache_usage` is the share of
-    usable blocks in use. `num_recompiles` is 0
-    unless the compiled graph was lost (torch._dynamo.reset()) and the engine went on uncompiled.
+    usable blocks in use. `num_recompiles` counts graphs that were compiled
+    after the first one.
 
     `num_preemptions` is the sum of those swapped out and those to be recomputed. Blocks that several sequences share
     move, and count, once; what the prefix cache still has is not swapped in. `swap_space_usage` is the share of the
     host's blocks in use, 0 if there are none.
     """
 
+    step_seconds: StepSeconds
     num_running: int
     num_waiting: int
     num_preemptions: int

@@ -72,7 +72,7 @@ def load(
     logger.info("fetch: %s in %.1f s", checkpoint.folder, seconds.fetch)
     start = time.perf_counter()
     dtype = config.resolve_dtype(checkpoint.dtype, device, checkpoint.nbytes, usable_memory(device))
-    adaptation = adapt(skeleton.build(checkpoint.config, dtype), device, config.providers)
+    adaptation = adapt(skeleton.build(checkpoint.config, dtype), device, config.providers, rules=config.rules)
     _judge(adaptation, verify=verify)
     adaptation.materialise(device, own=False)
     load_weights(checkpoint, adaptation.source, adaptation.destinations(), progress=progress)
@@ -93,7 +93,7 @@ def _share(
     start = time.perf_counter()
     device = model.device if config.device == "auto" else config.resolve_device()
     dtype = model.dtype if config.dtype == "auto" else config.resolve_dtype(model.dtype, device, 0, 0)
-    adaptation = adapt(skeleton.share(model), device, config.providers, dtype)
+    adaptation = adapt(skeleton.share(model), device, config.providers, dtype, config.rules)
     _judge(adaptation, verify=verify)
     shared = device == model.device and dtype == model.dtype
     adaptation.materialise(device, own=not shared, dtype=dtype)

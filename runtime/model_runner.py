@@ -11,11 +11,13 @@ from torch import Tensor
 from graphs.executor import Executor, make_executor
 from graphs.inputs import InputArena
 from graphs.kv_cache import KVCache
+from graphs.rules import GRAPH_RULES
 from graphs.swap_space import SwapSpace
 from runtime.batch import fill
 from runtime.beam_search import Candidates
 from runtime.config import EngineConfig
 from runtime.memory.kv_cache_manager import KVCacheManager
+from runtime.metrics import StepSeconds
 from runtime.model_loader import LoadedModel
 from runtime.schedule import Schedule, ScheduledRow
 
@@ -40,7 +42,9 @@ class ModelRunner:
             "kv cache: %d blocks of %d tokens, %.0f MiB", num_blocks, config.block_size, self.cache.nbytes / 2**20
         )
         start = time.perf_counter()
-        self.executor: Executor = make_executor(module, self.cache, device, config.backend, progress=progress)
+        rules = [make(report.providers) for name, make in GRAPH_RULES.items() if config.applies(name)]
+        self.executor: Executor = make_executor(module, self.cache, device, config.backend, rules, progress=progress)
+        report.outcomes += self.executor.outcomes
         self.seconds = time.perf_counter() - start
         self._arena = InputArena(device)
 
@@ -50,11 +54,13 @@ class ModelRunner:
             return 0.0
         return self.swap_space.measure_copy_rate() / self.cache.bytes_per_block
 
-    def run(self, schedule: Schedule) -> tuple[list[int], list[Candidates]]:
+    def run(self, schedule: Schedule, seconds: StepSeconds) -> tuple[list[int], list[Candidates]]:
         """Run a step; returns the drawn tokens, and the candidates of the rows that sample for a beam search.
 
-        Side effects: the caches, in the order swap-out, swap-in, copies, forward; the manager's transfers are finished.
+        Side effects: the caches, in the order swap-out, swap-in, copies, forward; the manager's transfers are finished;
+        the phases' `seconds` grow.
         """
+        start = time.perf_counter()
         if schedule.swap_outs:
             self.swap_space.swap_out(schedule.swap_outs)
             self._manager.finish_swap_outs()  # each at once: an interrupted step must not move anything again
@@ -64,11 +70,18 @@ class ModelRunner:
         if schedule.copies:
             self.cache.copy_blocks(schedule.copies)
             self._manager.finish_copies()
+        moved = time.perf_counter()
+        seconds.transfer += moved - start
         if not schedule.rows:
             return [], []
-        outputs = self.executor.run(fill(self._arena, schedule, self._manager))
-        sampled = [row for row in schedule.rows if row.samples]
-        return outputs.tokens[: schedule.num_draws].tolist(), _candidates(sampled, outputs.logits)
+        inputs = fill(self._arena, schedule, self._manager)
+        filled = time.perf_counter()
+        seconds.prepare += filled - moved
+        outputs = self.executor.run(inputs)
+        tokens: list[int] = outputs.tokens[: schedule.num_draws].tolist()
+        candidates = _candidates([row for row in schedule.rows if row.samples], outputs.logits)
+        seconds.forward += time.perf_counter() - filled
+        return tokens, candidates
 
 
 def _candidates(sampled: list[ScheduledRow], logits: Tensor) -> list[Candidates]:

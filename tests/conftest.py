@@ -157,7 +157,7 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def make(model: Any, **knobs: Any) -> Engine:
-        defaults = {"backend": "eager", "progress": False, "block_size": 4, "num_blocks": 80}
+        defaults = {"backend": "eager", "progress": False, "block_size": 4, "num_blocks": 80, "num_threads": 1}
         engines.append(runtime.compile(model, **{**defaults, **knobs}))
         return engines[-1]
 

@@ -5,19 +5,18 @@ The layers to merge are observed, not named: children of one module that the pro
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-from models.attention import use_attention
 from models.probe import Probe
 from models.rewrite import Rewrite, Stack
+from models.rules.verification import difference, materialise, random_copy
 
-VERIFYING = "pagegraph_verifying"
-_TOKENS = 5
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class MergedLinear(nn.Module):
@@ -26,6 +25,8 @@ class MergedLinear(nn.Module):
     The product is computed for the first of the slices that asks and kept, by input object, until the last one has
     taken its part: nothing outlives the forward pass, so Dynamo traces the memory away. (Slices that each did their
     own product would stay separate products: the compiler does not merge them.)
+
+    product: what multiplies, (x, weight, bias) -> Tensor; another rule may put an op there.
     """
 
     def __init__(self, out_features: int, in_features: int, *, bias: bool, dtype: torch.dtype, users: int) -> None:
@@ -33,6 +34,7 @@ class MergedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device="meta"), False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device="meta"), False) if bias else None
         self.users = users
+        self.product: Product = nn.functional.linear
         self._input: Tensor | None = None
         self._output: Tensor | None = None
         self._remaining = 0
@@ -41,7 +43,7 @@ class MergedLinear(nn.Module):
         """x [..., in features] -> [..., sum of out features]."""
         if self._input is not x or self._output is None:
             self._input, self._remaining = x, self.users
-            self._output = nn.functional.linear(x, self.weight, self.bias)
+            self._output = self.product(x, self.weight, self.bias)
         output = self._output
         self._remaining -= 1
         if self._remaining == 0:
@@ -93,19 +95,18 @@ class MergeLinears:
 
     def verify(self, model: PreTrainedModel, probe: Probe, rewrite: Rewrite) -> str | None:
         """Run the module with random weights in float32, merged and not, on the arguments that the probe saw."""
-        original = _random_copy(model.get_submodule(rewrite.module))
-        merged = _random_copy(original)
+        original = random_copy(model.get_submodule(rewrite.module))
+        merged = random_copy(original)
         for stack in self.apply(merged, rewrite.members):
             rows = torch.cat([original.get_parameter(source) for source in stack.sources], stack.dim)
             owner, _, kind = stack.destination.rpartition(".")
             setattr(merged.get_submodule(owner), kind, nn.Parameter(rows, False))
         call = probe.calls[rewrite.module][0]
         generator = torch.Generator().manual_seed(0)
-        args, kwargs = _materialise((call.args, call.kwargs), generator, {})
+        args, kwargs = materialise((call.args, call.kwargs), generator, {})
         with torch.no_grad():
             expected, found = _first(original(*args, **kwargs)), _first(merged(*args, **kwargs))
-        error = (expected - found).abs().max().item() / max(expected.abs().max().item(), 1e-30)
-        return None if error < 1e-4 else f"verification failed: relative error {error:.1e}"
+        return difference(expected, found)
 
 
 def _groups(path: str, module: nn.Module, probe: Probe) -> list[list[str]]:
@@ -145,49 +146,6 @@ def _tied_parameters(model: nn.Module) -> set[int]:
     for _, parameter in model.named_parameters(remove_duplicate=False):
         (tied if id(parameter) in seen else seen).add(id(parameter))
     return tied
-
-
-def _random_copy(module: nn.Module) -> nn.Module:
-    """Copy a module with random float32 parameters on the CPU: the same for every copy of one structure."""
-    generator = torch.Generator().manual_seed(1)
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        scale = parameter.shape[-1] ** -0.5 if parameter.dim() else 1.0
-        values = torch.empty(parameter.shape).uniform_(-scale, scale, generator=generator)
-        memo[id(parameter)] = nn.Parameter(values, False)
-    copied = copy.deepcopy(module, memo).float().cpu()
-    for child in copied.modules():
-        child.__dict__.pop("_pagegraph_recorder", None)
-    use_attention(copied, VERIFYING)
-    return copied
-
-
-def _materialise(value: Any, generator: torch.Generator, memo: dict[int, Tensor]) -> Any:
-    """Replace meta tensors by random ones (integers by zeros), the same for the same object."""
-    if isinstance(value, Tensor):
-        if id(value) not in memo:
-            shape, floating = value.shape, value.is_floating_point()
-            real = torch.randn(shape, generator=generator) if floating else torch.zeros(shape, dtype=value.dtype)
-            memo[id(value)] = real
-        return memo[id(value)]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_materialise(item, generator, memo) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(_materialise(item, generator, memo) for item in value)
-    if isinstance(value, dict):
-        return {key: _materialise(item, generator, memo) for key, item in value.items()}
-    return value
-
-
-def _verifying_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-    out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2), None
-
-
-AttentionInterface.register(VERIFYING, _verifying_attention)
 
 
 def _first(output: Any) -> Tensor:

@@ -249,17 +249,6 @@ void run(Call& call) {
   });
 }
 
-// A contiguous tensor with q's dtype. Through the C interface: the dispatcher would take as long as a small call.
-Tensor empty_like(const Tensor& q, int64_t tokens, int64_t heads, int64_t d) {
-  const int64_t sizes[] = {tokens, heads, d}, strides[] = {heads * d, d, 1};
-  int32_t dtype = 0;
-  AtenTensorHandle out = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(q.get(), &dtype));
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(3, sizes, strides, dtype, aoti_torch_device_type_cpu(), 0, &out));
-  return Tensor(out);
-}
-
 Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table,
                        const Tensor& seq_lens, const Tensor& query_start_loc, double scale, int64_t window,
                        double softcap, std::optional<Tensor> sinks) {
@@ -277,7 +266,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
   STD_TORCH_CHECK(element_of(v_cache, "v_cache") == element, "k_cache and v_cache must be of one dtype");
   STD_TORCH_CHECK(window >= 0, "window must be 0 (all) or more, not ", window);
 
-  Tensor out = empty_like(q, tokens, q_heads, dv);
+  Tensor out = make_output(q, {tokens, q_heads, dv});
   Call call{};
   call.attention = {q.const_data_ptr(), q.stride(0), q.stride(1), q.stride(2), element_of(q, "q"),
                     k_cache.const_data_ptr(), v_cache.const_data_ptr(), heads, q_heads / heads, dk, dv,

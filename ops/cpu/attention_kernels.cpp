@@ -98,20 +98,22 @@ INLINE void prefetch(const T* row, int64_t begin, int64_t end) {
 // scores[g][i] = q[g] . rows[i] for G rows of q and KEYS rows of K of d elements, a multiple of two vectors.
 template <int G, int KEYS, class T>
 INLINE void dot(const float* q, int64_t q_stride, const T* const* rows, int64_t d, float* scores) {
-  Vector sums[G][KEYS] = {};
+  Vector sums[G * KEYS] = {};
   for (int64_t at = 0; at < d; at += PANEL) {
     Pair keys[KEYS];
     for (int i = 0; i < KEYS; ++i) keys[i] = load_pair(rows[i] + at);
     for (int g = 0; g < G; ++g) {
       const Pair query = load_pair(q + g * q_stride + at);
       for (int i = 0; i < KEYS; ++i) {
-        sums[g][i] = fma(query.first, keys[i].first, sums[g][i]);
-        sums[g][i] = fma(query.second, keys[i].second, sums[g][i]);
+        sums[g * KEYS + i] = fma(query.first, keys[i].first, sums[g * KEYS + i]);
+        sums[g * KEYS + i] = fma(query.second, keys[i].second, sums[g * KEYS + i]);
       }
     }
   }
+  float totals[G * KEYS + 3];
+  reduce_add<G * KEYS>(sums, totals);
   for (int g = 0; g < G; ++g) {
-    for (int i = 0; i < KEYS; ++i) scores[g * SPLIT + i] = reduce_add(sums[g][i]);
+    for (int i = 0; i < KEYS; ++i) scores[g * SPLIT + i] = totals[g * KEYS + i];
   }
 }
 
@@ -134,10 +136,9 @@ void score(const float* q, int64_t q_stride, const T* const* rows, const T* cons
   for (; group >= 4; group -= 4, q += 4 * q_stride, scores += 4 * SPLIT, later = rows) {
     dots<4, 2>(q, q_stride, rows, later, n, d, scores);
   }
-  for (; group >= 2; group -= 2, q += 2 * q_stride, scores += 2 * SPLIT, later = rows) {
-    dots<2, 4>(q, q_stride, rows, later, n, d, scores);
-  }
-  if (group) dots<1, 8>(q, q_stride, rows, later, n, d, scores);
+  if (group == 3) dots<3, 2>(q, q_stride, rows, later, n, d, scores);
+  if (group == 2) dots<2, 4>(q, q_stride, rows, later, n, d, scores);
+  if (group == 1) dots<1, 8>(q, q_stride, rows, later, n, d, scores);
 }
 
 // out[g] += sum over i of weights[g][i] * rows[i], for N pairs of vectors from `at` on.
@@ -185,10 +186,9 @@ void add_values(const float* weights, const T* const* rows, const T* const* late
   for (; group >= 4; group -= 4, weights += 4 * SPLIT, out += 4 * out_stride, later = rows) {
     add<4, 1>(weights, rows, later, n, d, out, out_stride);
   }
-  for (; group >= 2; group -= 2, weights += 2 * SPLIT, out += 2 * out_stride, later = rows) {
-    add<2, 2>(weights, rows, later, n, d, out, out_stride);
-  }
-  if (group) add<1, 4>(weights, rows, later, n, d, out, out_stride);
+  if (group == 3) add<3, 1>(weights, rows, later, n, d, out, out_stride);
+  if (group == 2) add<2, 2>(weights, rows, later, n, d, out, out_stride);
+  if (group == 1) add<1, 4>(weights, rows, later, n, d, out, out_stride);
 }
 
 INLINE Vector cap(Vector scores, float softcap) {
@@ -223,15 +223,13 @@ struct Rows {
   const int64_t* slots;
   int64_t count;
 
-  // Finds row `head` of the slots from `begin` on, and the rows after them.
+  // Finds row `head` of the slots from `begin` on, and of as many slots after them.
   __attribute__((always_inline)) void find(int64_t begin, int64_t head, const T** rows, const T** later) const {
     const int64_t n = min(DECODE_KEYS, count - begin);
-    const bool wraps = head + 1 == heads;
     const T* here = data + head * head_stride;
-    const T* there = wraps ? data : here + head_stride;
     for (int64_t i = 0; i < n; ++i) {
       rows[i] = here + slots[begin + i] * slot_stride;
-      later[i] = there + slots[min(begin + i + (wraps ? DECODE_KEYS : 0), count - 1)] * slot_stride;
+      later[i] = here + slots[min(begin + i + DECODE_KEYS, count - 1)] * slot_stride;
     }
   }
 };

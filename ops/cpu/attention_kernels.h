@@ -17,8 +17,9 @@ namespace pagegraph {
 constexpr int64_t PADDING = 32;
 // Keys of one decode split. Splits begin at multiples of it, so that a row's result does not depend on its neighbours.
 constexpr int64_t SPLIT = 256;
-// Keys that decode reads for all heads before it goes on.
-constexpr int64_t DECODE_KEYS = 16;
+// Keys that decode reads for all heads before it goes on: few enough that their rows, whose distance is often a power of
+// two, stay together in the first cache.
+constexpr int64_t DECODE_KEYS = 8;
 // Keys that a prefill tile takes at a time, from multiples of it on, for the same reason.
 constexpr int64_t KEY_TILE = 64;
 // Prefill pads query rows (query, head of the group) and columns of V to two vectors of any width.

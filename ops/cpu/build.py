@@ -22,15 +22,23 @@ from ops.cache_folder import cache_folder
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).resolve().parent
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_AVX512BF16 = (*_AVX512, "-mavx512bf16")
 _X86_ISAS = {
-    "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "avx512": ("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512bf16": _AVX512BF16,
+    "amx": (*_AVX512BF16, "-mamx-tile", "-mamx-bf16"),
 }
 ISA_FLAGS: dict[str, tuple[str, ...]] = {
     "plain": (),
     **(_X86_ISAS if platform.machine() == "x86_64" else {}),
 }
-"""Compiler flags per instruction set that *_kernels.cpp are compiled for, from narrow to wide."""
+"""Compiler flags per instruction set, from narrow to wide: each includes those before it."""
+
+BFLOAT16_ISAS = ("avx512bf16", "amx")
+"""Those that add products of bfloat16, in files of their own. A compiler may not know them."""
 
 _FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-DTORCH_TARGET_VERSION=0x020b000000000000")
 # Vectors are written out: the compiler's own attempts around them only cost time. Contraction makes a * b + c one fma.
@@ -82,23 +90,47 @@ def build(compiler: Compiler | None = None) -> Path:
     return library
 
 
-def compile_commands(compiler: Compiler, objects: Path) -> dict[Path, list[str]]:
-    """The commands that make the object files in folder `objects`: *_kernels.cpp per instruction set, others once."""
-    include = [f"-I{Path(torch.__file__).parent / 'include'}"]
+def supported_isas(compiler: Compiler) -> list[str]:
+    """The instruction sets of ISA_FLAGS whose flags the compiler knows, by a run of it for each of BFLOAT16_ISAS."""
+
+    def is_known(isa: str) -> bool:
+        command = [compiler.path, *ISA_FLAGS[isa], "-fsyntax-only", "-x", "c++", os.devnull]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    return [isa for isa in ISA_FLAGS if isa not in BFLOAT16_ISAS or is_known(isa)]
+
+
+def compile_commands(compiler: Compiler, objects: Path, isas: Sequence[str]) -> dict[Path, list[str]]:
+    """The commands that make the object files in folder `objects`.
+
+    *_kernels.cpp are compiled per instruction set of `isas` that is not of BFLOAT16_ISAS, *_<isa>.cpp for that one of
+    them, and others once.
+    """
+    include = f"-I{Path(torch.__file__).parent / 'include'}"
+    once = ["-O2", include, *(f"-DPAGEGRAPH_HAS_{isa.upper()}" for isa in isas if isa in BFLOAT16_ISAS)]
+
+    def kernel_flags(isa: str) -> list[str]:
+        return [*_KERNEL_FLAGS, f"-DPAGEGRAPH_ISA={isa}", *ISA_FLAGS[isa]]
+
     commands = {}
     for source in sorted(SOURCES.glob("*.cpp")):
-        kernels = source.stem.endswith("_kernels")
-        variants = ISA_FLAGS if kernels else {"once": ()}
-        for isa, isa_flags in variants.items():
-            flags = [*_KERNEL_FLAGS, f"-DPAGEGRAPH_ISA={isa}", *isa_flags] if kernels else ["-O2", *include]
-            target = objects / f"{source.stem}_{isa}.o"
+        kind = source.stem.rpartition("_")[2]
+        variants: dict[str, list[str]] = {}
+        if kind == "kernels":
+            variants = {f"{source.stem}_{isa}": kernel_flags(isa) for isa in isas if isa not in BFLOAT16_ISAS}
+        elif kind not in BFLOAT16_ISAS:
+            variants = {source.stem: once}
+        elif kind in isas:
+            variants = {source.stem: kernel_flags(kind)}
+        for name, flags in variants.items():
+            target = objects / f"{name}.o"
             commands[target] = [compiler.path, *_FLAGS, *flags, "-c", str(source), "-o", str(target)]
     return commands
 
 
 def _compile(compiler: Compiler, scratch: Path) -> Path:
     """Compile and link in folder `scratch`; returns the library there."""
-    commands = compile_commands(compiler, scratch)
+    commands = compile_commands(compiler, scratch, supported_isas(compiler))
     # The kernels take longest, so they start first.
     order = sorted(commands.values(), key=lambda command: "-O3" not in command)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

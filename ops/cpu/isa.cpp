@@ -2,34 +2,78 @@
 
 #include <cstring>
 
+#if defined(PAGEGRAPH_HAS_AMX) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace pagegraph {
 namespace {
 
-const char* const NAMES[] = {"plain", "avx2", "avx512"};
+const char* const NAMES[] = {"plain", "avx2", "avx512", "avx512bf16", "amx"};
 
-bool runs_here(int isa) {
-  if (isa == PLAIN) return true;
 #if defined(__x86_64__)
+bool has_avx2() {
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (isa == AVX2) return avx2;
-  return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+bool has_avx512bf16() {
+#if defined(PAGEGRAPH_HAS_AVX512BF16)
+  return has_avx512() && __builtin_cpu_supports("avx512bf16");
 #else
   return false;
 #endif
 }
 
+// Tiles are so large that Linux gives them only to processes that ask: "Using XSTATE features in user space
+// applications" in its documentation. The answer holds for all threads, and for children.
+bool has_amx() {
+#if defined(PAGEGRAPH_HAS_AMX) && defined(__linux__)
+  constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;  // of CPUID leaf 7, EDX
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+  unsigned eax, ebx, ecx, edx;
+  return has_avx512bf16() && __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & AMX_BF16) && (edx & AMX_TILE) &&
+         syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
+bool runs_here(int isa) {
+  switch (isa) {
+#if defined(__x86_64__)
+    case AVX2:
+      return has_avx2();
+    case AVX512:
+      return has_avx512();
+    case AVX512BF16:
+      return has_avx512bf16();
+    case AMX:
+      return has_amx();
+#endif
+    default:
+      return isa == PLAIN;
+  }
+}
+
 // The index of a name in NAMES if the machine can run it, else -1.
 int find(const char* name) {
-  for (int isa = PLAIN; isa <= AVX512; ++isa) {
+  for (int isa = PLAIN; isa <= AMX; ++isa) {
     if (!std::strcmp(name, NAMES[isa]) && runs_here(isa)) return isa;
   }
   return -1;
 }
 
 int widest() {
-  int isa = AVX512;
+  int isa = AMX;
   while (!runs_here(isa)) --isa;
   return isa;
 }

@@ -1,10 +1,11 @@
-"""Loads the C++ op library, checks it on this machine, and registers its ops as the provider `cpu`."""
+"""The C++ op library: registered as the provider `cpu`, loaded and checked on this machine when first chosen."""
 
 import ctypes
 import functools
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -15,7 +16,16 @@ from ops.schema import define, overload
 
 logger = logging.getLogger(__name__)
 
-OPS = ("paged_attention", "write_kv", "linear")
+OPS = (
+    "paged_attention",
+    "write_kv",
+    "linear",
+    "rms_norm",
+    "add_rms_norm",
+    "silu_and_mul",
+    "gelu_and_mul",
+    "rope_write_kv",
+)
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 ISA_VARIABLE = "PAGEGRAPH_ISA"
 
@@ -45,12 +55,17 @@ class CpuLibrary:
         if not self._library.pagegraph_use_isa(isa.encode()):
             raise ValueError(f"instruction set {isa!r} is not available here; these are: {self.isas}")
 
+    def pin_workers(self, cpus: Sequence[int]) -> int:
+        """Keep PyTorch's thread i on `cpus[i]`, but for the calling one; returns how many were pinned. Linux."""
+        return int(self._library.pagegraph_pin_workers((ctypes.c_int * len(cpus))(*cpus), len(cpus)))
+
 
 @functools.cache
 def load() -> CpuLibrary:
     """Build the library if needed, load it, and use the widest instruction set that computes correctly.
 
-    $PAGEGRAPH_ISA (plain, avx2 or avx512) caps the choice. Once per process; takes some ms if the library is built.
+    $PAGEGRAPH_ISA (plain, avx2, avx512, avx512bf16 or amx) caps the choice. Once per process; takes some ms if the
+    library is built.
 
     Raises BuildError or OSError if it cannot be built or loaded, ValueError for a $PAGEGRAPH_ISA that is unknown or not
     available, RuntimeError if no instruction set computes correctly.
@@ -79,20 +94,28 @@ def choose_isa(library: CpuLibrary, widest: str | None = None) -> None:
         if error < 1e-4:
             return
         warnings.warn(
-            f"the C++ attention kernels for {isa} are wrong by {error:.1e} on this machine and are not used; "
+            f"the C++ ops {', '.join(OPS)} for {isa} are wrong by {error:.1e} on this machine and are not used; "
             f"please report it with the output of lscpu",
             stacklevel=2,
         )
-    raise RuntimeError(f"the C++ attention kernels compute wrongly with all of {available}")
+    raise RuntimeError(f"the C++ ops {', '.join(OPS)} compute wrongly with all of {available}")
 
 
 def self_check_error() -> float:
     """Return the largest difference to the reference in a small case that takes every path of the kernels: some ms.
 
-    Values are of order 1; a NaN counts as infinite.
+    Values are of order 1; a NaN counts as infinite. Differences of bfloat16 results that their rounding explains do not
+    count.
     """
     generator = torch.Generator().manual_seed(0)
     worst = 0.0
+
+    def compare(out: torch.Tensor, expected: torch.Tensor) -> None:
+        nonlocal worst
+        rounding = 0.0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps
+        error = (out.float() - expected).abs() - rounding * expected.abs()
+        worst = max(worst, float(error.nan_to_num(nan=float("inf")).max()))
+
     for dtype in (torch.float32, torch.bfloat16):
         k_cache, v_cache = (torch.randn(24, 16, 2, d, generator=generator).to(dtype) for d in (80, 44))
         table = torch.arange(24).view(1, 24).expand(2, 24)
@@ -100,22 +123,46 @@ def self_check_error() -> float:
         for tokens, starts in ((2, [0, 1, 2]), (8, [0, 1, 8])):
             q = torch.randn(tokens, 14, 80, generator=generator)
             args = (q, k_cache, v_cache, table, lengths, torch.tensor(starts), 0.1, 280, 5.0, torch.ones(14))
-            difference = overload("paged_attention", "cpu")(*args) - reference.paged_attention(*args)
-            worst = max(worst, float(difference.abs().nan_to_num(nan=float("inf")).max()))
-        weight, bias = torch.randn(37, 600, generator=generator).to(dtype), torch.randn(37, generator=generator)
-        for rows in (1, 2, 7, 70):
-            x = torch.randn(rows, 600, generator=generator) / 25
-            difference = overload("linear", "cpu")(x, weight, bias) - reference.linear(x, weight, bias)
-            worst = max(worst, float(difference.abs().nan_to_num(nan=float("inf")).max()))
+            compare(overload("paged_attention", "cpu")(*args), reference.paged_attention(*args))
+        weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((37, 601), (37,)))
+        for x_dtype in {torch.float32, dtype}:
+            for rows in (1, 2, 7, 33, 70):
+                x = (torch.randn(rows, 601, generator=generator) / 25).to(x_dtype)
+                out = overload("linear", "cpu")(x, weight, bias.to(x_dtype))
+                compare(out, reference.linear(x.float(), weight, bias.float()))
+        gamma, *rope = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((86,), (3, 70), (3, 70)))
+        for x_dtype in {torch.float32, dtype}:
+            x = torch.randn(3, 4, 86, generator=generator).to(x_dtype)
+            compare(overload("rms_norm", "cpu")(x, gamma, 1e-6, 1.0), reference.rms_norm(x.float(), gamma, 1e-6, 1.0))
+            normed, total = overload("add_rms_norm", "cpu")(x, x.flip(0), gamma, 1e-6, 0.0)
+            compare(total, x.float() + x.flip(0).float())
+            compare(normed, reference.rms_norm(total.float(), gamma, 1e-6, 0.0))
+            compare(overload("silu_and_mul", "cpu")(x), reference.silu_and_mul(x.float()))
+            for tanh in (True, False):
+                compare(overload("gelu_and_mul", "cpu")(x, tanh), reference.gelu_and_mul(x.float(), tanh))
+            caches, expected = ([torch.zeros(2, 2, 2, 86, dtype=like) for _ in "kv"] for like in (dtype, torch.float32))
+            slots = torch.tensor([3, 1, 2])
+            out = overload("rope_write_kv", "cpu")(x, x[:, :2], x[:, 2:], *rope, *caches, slots)
+            q, (cos, sin) = x.float(), (angles.float() for angles in rope)
+            compare(out, reference.rope_write_kv(q, q[:, :2], q[:, 2:], cos, sin, expected[0], expected[1], slots))
+            for cache, values in zip(caches, expected, strict=True):
+                compare(cache, values)
     return worst
 
 
-def register_cpu_providers() -> None:
-    """Register the library's ops as provider `cpu`, above the reference, or warn why they are missing."""
+@functools.cache
+def problem() -> str | None:
+    """Load the library; return why it cannot be used here, with a warning, or None."""
     try:
         load()
-    except (BuildError, OSError) as error:
-        warnings.warn(f"attention runs on the slow reference implementation: {error}", stacklevel=2)
-        return
+    except (BuildError, OSError, RuntimeError) as error:
+        warnings.warn(f"{', '.join(OPS)} run on the slow reference implementations: {error}", stacklevel=2)
+        return str(error)
+    return None
+
+
+def register_cpu_providers() -> None:
+    """Register the library's ops as provider `cpu`, above the reference. It is built and loaded on first use."""
     for op in OPS:
-        register(op, "cpu", Provider(devices=frozenset({"cpu"}), priority=10, dtypes=DTYPES))
+        dtypes = DTYPES - {torch.float16} if op == "linear" else DTYPES
+        register(op, "cpu", Provider(devices=frozenset({"cpu"}), priority=10, dtypes=dtypes, prepare=problem))

@@ -2,6 +2,7 @@
 //
 // Up to 64 rows of x the weight is streamed through dot products, in one order of additions whatever the batch. Above,
 // tiles of the weight become floats once for 512 rows of x and are multiplied with panels of these, or torch does it.
+// Where there are instructions for products of bfloat16, both x and weight stay in it.
 #include <algorithm>
 #include <optional>
 #include <vector>
@@ -14,11 +15,23 @@ namespace {
 
 constexpr int64_t STREAM_MAX_ROWS = 64;           // of x
 constexpr int64_t PACKED_ROWS = 512;              // of x, at once: bounds the scratch
+constexpr int64_t PACKED_BFLOAT16 = 1 << 19;      // elements of x, at once: half of a level 2 cache of 2 MB
 constexpr int64_t PRODUCTS_PER_THREAD = 1 << 16;  // below, waking a thread costs more than it saves
 
 const LinearKernels& kernels() {
   static const LinearKernels* const table[] = PAGEGRAPH_TABLE(linear_kernels);
   return *table[isa()];
+}
+
+// Null where there are no instructions for it.
+const Bfloat16Kernels* bfloat16_kernels() {
+#if defined(PAGEGRAPH_HAS_AMX)
+  if (isa() == AMX) return &amx::bfloat16_kernels;
+#endif
+#if defined(PAGEGRAPH_HAS_AVX512BF16)
+  if (isa() == AVX512BF16) return &avx512bf16::bfloat16_kernels;
+#endif
+  return nullptr;
 }
 
 int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
@@ -48,11 +61,21 @@ void stream(const Linear& a, Element element) {
   });
 }
 
-void multiply(Linear a, Element element) {
-  const int64_t panel = kernels().panel, rows = a.m;
+// Calls f with `piece` rows of x after the other.
+template <class F>
+void for_pieces(Linear a, int64_t piece, const F& f) {
+  for (int64_t left = a.m; left > 0; left -= a.m) {
+    a.m = std::min(piece, left);
+    f(a);
+    a.x = static_cast<const char*>(a.x) + a.m * a.x_row_stride * element_size(a.x_element);
+    a.out = static_cast<char*>(a.out) + a.m * a.n * element_size(a.x_element);
+  }
+}
+
+void multiply(const Linear& whole, Element element) {
+  const int64_t panel = kernels().panel;
   thread_local Scratch scratch;
-  for (int64_t row = 0; row < rows; row += PACKED_ROWS) {
-    a.m = std::min(PACKED_ROWS, rows - row);
+  for_pieces(whole, PACKED_ROWS, [&](const Linear& a) {
     const int64_t panels = divide_up(a.m, panel), products = a.m * a.n * a.k;
     float* x = scratch.floats(panels * panel * divide_up(a.k, COLUMN_TILE) * COLUMN_TILE);
     share(panels, 1, products, [&](int64_t begin, int64_t end) { kernels().pack(a, begin, end, x); });
@@ -60,9 +83,21 @@ void multiply(Linear a, Element element) {
       thread_local Scratch own;
       kernels().multiply[element](a, begin, end, x, own.floats(WEIGHT_TILE * (COLUMN_TILE + panels * panel)));
     });
-    a.x = static_cast<const char*>(a.x) + a.m * a.x_row_stride * element_size(a.x_element);
-    a.out = static_cast<char*>(a.out) + a.m * a.n * element_size(a.x_element);
-  }
+  });
+}
+
+// The same for any number of rows of x.
+void multiply_bfloat16(const Linear& whole, const Bfloat16Kernels& kernels) {
+  const int64_t columns = packed_columns(whole.k);
+  const int64_t piece = std::max(STREAM_MAX_ROWS, PACKED_BFLOAT16 / columns / STREAM_MAX_ROWS * STREAM_MAX_ROWS);
+  thread_local Scratch scratch;
+  for_pieces(whole, piece, [&](const Linear& a) {
+    const int64_t panels = divide_up(a.m, kernels.panel);
+    const int64_t floats = panels * kernels.panel * columns / 2;  // two elements each
+    uint16_t* x = reinterpret_cast<uint16_t*>(scratch.floats(floats));
+    share(panels, 1, a.m * a.k, [&](int64_t begin, int64_t end) { kernels.pack(a, begin, end, x); });
+    share(a.n, 16, a.m * a.n * a.k, [&](int64_t begin, int64_t end) { kernels.multiply(a, begin, end, x); });
+  });
 }
 
 bool has_bfloat16_products() {
@@ -78,18 +113,19 @@ bool has_bfloat16_products() {
 //   bfloat16  1536 x 576: 36, 54, 55 beside 8, 9, 8     8192 x 2048: 50, 52, 57 beside 10, 10, 9
 //   float32   1536 x 576: 36, 46, 52 beside 40, 54, 55  3072 x 1024: 44, 49, 57 beside 33, 38, 55
 //             8192 x 2048: 47, 65, 57 beside 32, 43, 49
-// With AVX-512 and with the plain kernels nothing was measured: there torch's float32 is taken to be good, and its
-// bfloat16 where the machine has instructions for it.
+// With the plain kernels, with AVX-512 and with all that is wider nothing was measured: there torch's float32 is taken
+// to be good, and its bfloat16 where the machine has instructions for it. With AMX ours is kept all the same: it leaves
+// the weight where it is, and adds up a row in one order, however many there are.
 bool torch_wins(Element x, Element weight, int64_t weight_size) {
   if (x != weight) return false;  // torch multiplies no two dtypes
-  if (weight == BFLOAT16) return isa() == AVX512 && has_bfloat16_products();
+  if (weight == BFLOAT16) return isa() >= AVX512 && isa() != AMX && has_bfloat16_products();
   return isa() != AVX2 || weight_size < 1 << 21;
 }
 
 Tensor torch_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   StableIValue stack[] = {torch::stable::detail::from(x), torch::stable::detail::from(weight),
                           torch::stable::detail::from(bias)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack, TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack, TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
@@ -106,12 +142,14 @@ Tensor linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias)
   const Element x_element = element_of(x, "x"), element = element_of(weight, "weight");
   const int64_t m = x.numel() / k;
   if (m > STREAM_MAX_ROWS && torch_wins(x_element, element, n * k)) return torch_linear(x, weight, bias);
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  std::vector<int64_t> shape = sizes_of(x);
   shape.back() = n;
-  Tensor out = torch::stable::new_empty(x, shape);
+  Tensor out = make_output(x, shape);
   if (out.numel() == 0) return out;
-  const Tensor rows = torch::stable::reshape(x, {m, k});
-  Linear call{rows.const_data_ptr(), rows.stride(0), rows.stride(1), x_element, weight.const_data_ptr(),
+  // Through the dispatcher, a view would take as long as a small product: only what needs one gets it.
+  const bool contiguous = x.is_contiguous();
+  const Tensor rows = contiguous ? x : torch::stable::reshape(x, {m, k});
+  Linear call{rows.const_data_ptr(), contiguous ? k : rows.stride(0), contiguous ? 1 : rows.stride(1), x_element, weight.const_data_ptr(),
               weight.stride(0), m, n, k, nullptr, out.mutable_data_ptr()};
   if (bias) {
     if (bias->scalar_type() != ScalarType::Float) bias = torch::stable::to(*bias, ScalarType::Float);
@@ -119,7 +157,10 @@ Tensor linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias)
     STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == n, "bias must be [", n, "]");
     call.bias = static_cast<const float*>(bias->const_data_ptr());
   }
-  if (m <= STREAM_MAX_ROWS) {
+  const Bfloat16Kernels* products = x_element == BFLOAT16 && element == BFLOAT16 ? bfloat16_kernels() : nullptr;
+  if (products) {
+    multiply_bfloat16(call, *products);
+  } else if (m <= STREAM_MAX_ROWS) {
     stream(call, element);
   } else {
     multiply(call, element);

@@ -49,4 +49,31 @@ struct LinearKernels {
 
 PAGEGRAPH_DECLARE(LinearKernels, linear_kernels)
 
+constexpr int64_t PACKED_COLUMNS = 32;  // packed rows have a multiple of it
+
+static inline int64_t packed_columns(int64_t k) { return (k + PACKED_COLUMNS - 1) / PACKED_COLUMNS * PACKED_COLUMNS; }
+
+// bfloat16 x by a bfloat16 weight where the machine has instructions for it. These add up pairs of products in float32,
+// and take subnormal numbers for zero.
+struct Bfloat16Kernels {
+  int64_t panel;  // rows of x that are packed together
+
+  // Panels begin to end - 1 of x, zero behind column K. `to` has room for M, rounded up to panels, packed rows.
+  void (*pack)(const Linear& a, int64_t begin, int64_t end, uint16_t* to);
+  // Rows begin to end - 1 of the weight, for all packed rows. Every output is added up in the same order, whatever M
+  // and N are.
+  void (*multiply)(const Linear& a, int64_t begin, int64_t end, const uint16_t* x);
+};
+
+#if defined(PAGEGRAPH_HAS_AVX512BF16)
+namespace avx512bf16 {
+extern const Bfloat16Kernels bfloat16_kernels;
+}
+#endif
+#if defined(PAGEGRAPH_HAS_AMX)
+namespace amx {
+extern const Bfloat16Kernels bfloat16_kernels;
+}
+#endif
+
 }  // namespace pagegraph

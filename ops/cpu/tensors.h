@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "element.h"
 
@@ -51,6 +52,46 @@ class Integers {
   int64_t stride_;
   bool wide_;
 };
+
+// The rows of a tensor [..., D] with any strides. Must not outlive the tensor.
+class Rows {
+ public:
+  explicit Rows(const Tensor& tensor) : sizes_(tensor.sizes()), strides_(tensor.strides()) {}
+
+  // Where row i begins, in elements, counted in the order of a contiguous tensor.
+  int64_t operator[](int64_t i) const {
+    int64_t offset = 0;
+    int64_t dim = static_cast<int64_t>(sizes_.size()) - 2;
+    for (; dim > 0; --dim) {
+      offset += i % sizes_[dim] * strides_[dim];
+      i /= sizes_[dim];
+    }
+    return dim < 0 ? 0 : offset + i * strides_[0];
+  }
+
+ private:
+  torch::headeronly::IntHeaderOnlyArrayRef sizes_, strides_;
+};
+
+// The tensor, or a contiguous copy if the elements of its last dimension are not adjacent.
+inline Tensor with_adjacent_columns(const Tensor& tensor) {
+  return tensor.stride(-1) == 1 || tensor.size(-1) <= 1 ? tensor : torch::stable::contiguous(tensor);
+}
+
+// A contiguous tensor of x's dtype. Through the C interface: the dispatcher would take as long as a small call.
+inline Tensor make_output(const Tensor& x, const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t dim = sizes.size(); dim-- > 0; stride *= sizes[dim] ? sizes[dim] : 1) strides[dim] = stride;
+  int32_t dtype = 0;
+  AtenTensorHandle out = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
+                                                  aoti_torch_device_type_cpu(), 0, &out));
+  return Tensor(out);
+}
+
+inline std::vector<int64_t> sizes_of(const Tensor& tensor) { return {tensor.sizes().begin(), tensor.sizes().end()}; }
 
 // Memory that a thread keeps between calls, since fresh pages would cost more than what is computed in them.
 class Scratch {

@@ -65,6 +65,29 @@ INLINE float reduce_add(Vector v) {
   return pairs[0] + pairs[1];
 }
 
+// totals[i] = the sum of the lanes of v[i] for N vectors; writes up to three floats more.
+// Four at a time, in half the instructions of one by one.
+template <int N>
+INLINE void reduce_add(const Vector (&v)[N], float* totals) {
+  for (int i = 0; i < N; i += 4) {
+    Quad quads[4] = {};
+    for (int j = 0; j < 4 && i + j < N; ++j) {
+      Quad parts[LANES / 4];
+      memcpy(parts, &v[i + j], sizeof(v[i + j]));
+      for (int n = LANES / 8; n; n /= 2) {
+        for (int k = 0; k < n; ++k) parts[k] += parts[n + k];
+      }
+      quads[j] = parts[0];
+    }
+    const Quad low = __builtin_shufflevector(quads[0], quads[1], 0, 1, 4, 5) +
+                     __builtin_shufflevector(quads[0], quads[1], 2, 3, 6, 7);
+    const Quad high = __builtin_shufflevector(quads[2], quads[3], 0, 1, 4, 5) +
+                      __builtin_shufflevector(quads[2], quads[3], 2, 3, 6, 7);
+    const Quad sums = __builtin_shufflevector(low, high, 0, 2, 4, 6) + __builtin_shufflevector(low, high, 1, 3, 5, 7);
+    memcpy(totals + i, &sums, sizeof(sums));
+  }
+}
+
 INLINE float reduce_max(Vector v) {
   float most = v[0];
   for (int i = 1; i < LANES; ++i) most = v[i] > most ? v[i] : most;
@@ -129,6 +152,14 @@ __attribute__((noinline)) void store_first(T* p, Vector v, int64_t n) {
   T buffer[LANES];
   store(buffer, v);
   for (int64_t i = 0; i < n; ++i) p[i] = buffer[i];
+}
+
+// The same where elements are `stride` apart; n may be LANES.
+template <class T>
+__attribute__((noinline)) Vector load_strided(const T* p, int64_t stride, int64_t n) {
+  T buffer[LANES] = {};
+  for (int64_t i = 0; i < n; ++i) buffer[i] = p[i * stride];
+  return load(buffer);
 }
 
 // e^x to about 1 ulp; 0 below -87.3, where results would be subnormal. x <= 88 is assumed, NaN stays NaN.

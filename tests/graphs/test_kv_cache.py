@@ -10,6 +10,7 @@ import torch
 from graphs import kv_cache
 from graphs.kv_cache import CPU_POOL_BYTES, KVCache, free_host_memory, num_blocks_for_memory, usable_memory
 from models.report import CachePlan, CallSite
+from ops.memory import Spec
 from ops.providers import select
 
 CPU = torch.device("cpu")
@@ -50,10 +51,10 @@ def test_one_k_and_one_v_tensor_for_each_cache_of_the_plan() -> None:
 
 
 def test_the_null_block_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    def poisoned(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.full(shape, torch.nan, dtype=dtype, device=device)
+    def poisoned(specs: list[Spec], device: torch.device) -> list[torch.Tensor]:
+        return [torch.full(spec.shape, torch.nan, dtype=spec.dtype, device=device) for spec in specs]
 
-    monkeypatch.setattr(kv_cache.torch, "empty", poisoned)
+    monkeypatch.setattr(kv_cache, "allocate", poisoned)
     for tensor in (*(cache := make()).k, *cache.v):
         assert (tensor[0] == 0).all()
         assert tensor[1:].isnan().all()

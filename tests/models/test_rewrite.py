@@ -1,4 +1,4 @@
-"""Rules: where they apply, that they merge for good, what they skip and why, and the load plan they leave."""
+"""Merged linear layers: where the rules apply, what they skip and why, the load plan they leave; and the report."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,9 +16,12 @@ from models.adapted import Adaptation, adapt
 from models.attention import use_attention
 from models.report import CachePlan, CallSite, RewriteReport, RuleOutcome, Verdict
 from models.rules import merged_linear
-from models.rules.merged_linear import VERIFYING, LinearSlice, MergedLinear
+from models.rules.merged_linear import LinearSlice, MergedLinear
+from models.rules.verification import VERIFYING
+from ops import SCHEMAS
 
 CPU = torch.device("cpu")
+MERGES = ("merge_qkv", "merge_gate_up")
 LAYERS = 3
 SIZES = {
     "vocab_size": 96,
@@ -57,7 +60,7 @@ def make(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTra
 
 def adapted(model: PreTrainedModel) -> Adaptation:
     """Adapt a copy of `model` and load the model's weights through the load plan."""
-    adaptation = adapt(skeleton.share(model), CPU)
+    adaptation = adapt(skeleton.share(model), CPU, rules=MERGES)
     adaptation.materialise(CPU, own=True)
     source = model.state_dict()
     for name, destination in adaptation.destinations().items():
@@ -107,7 +110,7 @@ def test_both_rules_apply_at_every_layer_and_logits_stay(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama with biases", "gemma2", "llama, tied"])
 def test_the_load_plan_covers_the_state_dict_with_slices_of_the_merged_storage(name: str) -> None:
     model = make(CONFIGS[name]())
-    adaptation = adapt(skeleton.share(model), CPU)
+    adaptation = adapt(skeleton.share(model), CPU, rules=MERGES)
     adaptation.materialise(CPU, own=True)
     destinations, source = adaptation.destinations(), model.state_dict()
     assert destinations.keys() == source.keys()
@@ -168,7 +171,7 @@ def test_a_traced_layer_has_4_matrix_products_instead_of_7(monkeypatch: pytest.M
     assert count_products(adaptation.module.model) == 2 * 7
 
 
-def test_merged_linear_computes_once_for_all_its_users_and_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_linear_computes_once_for_all_its_users_and_keeps_nothing() -> None:
     merged = MergedLinear(6, 4, bias=True, dtype=torch.float32, users=2)
     merged.weight = nn.Parameter(torch.arange(24.0).view(6, 4), False)
     merged.bias = nn.Parameter(torch.arange(6.0), False)
@@ -180,7 +183,7 @@ def test_merged_linear_computes_once_for_all_its_users_and_keeps_nothing(monkeyp
         calls.append(x)
         return product(x, *rest)
 
-    monkeypatch.setattr(nn.functional, "linear", counting)
+    merged.product = counting
     x, y = torch.ones(3, 4), torch.full((3, 4), 2.0)
     whole = product(x, merged.weight, merged.bias)
     assert torch.equal(first(x), whole[:, :2])
@@ -245,7 +248,7 @@ def test_mixed_biases_are_skipped() -> None:
 def test_mixed_dtypes_are_skipped() -> None:
     model = skeleton.build(CONFIGS["llama"](), torch.float32)
     model.model.layers[2].mlp.up_proj.to(torch.float64)
-    outcomes = adapt(model, CPU).report.outcomes
+    outcomes = adapt(model, CPU, rules=MERGES).report.outcomes
     assert [o.reason for o in outcomes if not o.applied] == ["gate_proj, up_proj: dtypes or input sizes differ"]
 
 
@@ -354,7 +357,7 @@ def test_verification_is_done_once_for_equal_layers_and_leaves_the_model_alone(
         return result
 
     monkeypatch.setattr(MergeLinears, "verify", watched)
-    adapt(model, CPU)
+    adapt(model, CPU, rules=MERGES)
     assert verified == ["model.layers.0.self_attn", "model.layers.0.mlp"]
 
 
@@ -375,17 +378,23 @@ def test_the_users_model_is_never_changed() -> None:
 
 
 def test_the_report_of_a_model() -> None:
-    text = str(adapt(skeleton.build(CONFIGS["llama"](), torch.bfloat16), CPU).report)
+    model = skeleton.build(CONFIGS["llama"](), torch.bfloat16)
+    text = str(adapt(model, CPU, dict.fromkeys(SCHEMAS, "reference")).report)
     assert text == (
         "LlamaForCausalLM: proven, 3 attention sites, 3 caches\n"
         "  merge_qkv: applied at 3 modules (q_proj, k_proj, v_proj: share their input)\n"
         "  merge_gate_up: applied at 3 modules (gate_proj, up_proj: share their input)\n"
-        "  paged_attention: provider reference (highest priority on cpu among ['reference'])\n"
-        "  write_kv: provider reference (highest priority on cpu among ['reference'])\n"
-        "  copy_blocks: provider reference (highest priority on cpu among ['reference'])\n"
-        "  swap_blocks: provider reference (highest priority on cpu among ['reference'])\n"
-        "  sample: provider reference (highest priority on cpu among ['reference'])\n"
-        "  linear: provider reference (highest priority on cpu among ['reference'])"
+        "  paged_attention: provider reference (asked for)\n"
+        "  write_kv: provider reference (asked for)\n"
+        "  copy_blocks: provider reference (asked for)\n"
+        "  swap_blocks: provider reference (asked for)\n"
+        "  sample: provider reference (asked for)\n"
+        "  linear: provider reference (asked for)\n"
+        "  rms_norm: provider reference (asked for)\n"
+        "  add_rms_norm: provider reference (asked for)\n"
+        "  silu_and_mul: provider reference (asked for)\n"
+        "  gelu_and_mul: provider reference (asked for)\n"
+        "  rope_write_kv: provider reference (asked for)"
     )
 
 
@@ -419,7 +428,7 @@ def test_a_verification_that_cannot_run_skips_the_rule(monkeypatch: pytest.Monke
         raise RuntimeError("no such device")
 
     monkeypatch.setattr(merged_linear.MergeLinears, "verify", broken)
-    outcomes = adapt(make(CONFIGS["llama"]()), CPU).report.outcomes
+    outcomes = adapt(make(CONFIGS["llama"]()), CPU, rules=MERGES).report.outcomes
     assert len(outcomes) == 2 * LAYERS
     assert {(outcome.applied, outcome.reason) for outcome in outcomes} == {
         (False, "verification could not run: RuntimeError: no such device")

@@ -11,8 +11,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ops.cpu.build import BuildError, find_compiler
 from ops.cpu.library import load
 
-pytestmark = pytest.mark.kernels
-
 NAN = float("nan")
 OPS = torch.ops.pagegraph
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,9 +11,16 @@ import torch
 from ops import providers
 from ops.cpu import build as building
 from ops.cpu import library as loading
-from ops.cpu.build import ISA_FLAGS, SOURCES, BuildError, build, compile_commands, find_compiler
-
-pytestmark = pytest.mark.kernels
+from ops.cpu.build import (
+    BFLOAT16_ISAS,
+    ISA_FLAGS,
+    SOURCES,
+    BuildError,
+    build,
+    compile_commands,
+    find_compiler,
+    supported_isas,
+)
 
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo stand-in 1.0; exit 0; fi
@@ -63,7 +70,8 @@ def test_a_second_build_runs_no_compiler(stand_in, tmp_path):
     log = stand_in()
     path = build()
     calls = log.read_text()
-    assert len(calls.splitlines()) == len(compile_commands(find_compiler(), tmp_path)) + 1
+    made = [line for line in calls.splitlines() if "-fsyntax-only" not in line]
+    assert len(made) == len(compile_commands(find_compiler(), tmp_path, list(ISA_FLAGS))) + 1
     assert build() == path
     assert log.read_text() == calls
     assert files(tmp_path) == [path.name]
@@ -116,14 +124,16 @@ def test_a_failing_compiler_gets_a_second_try_and_leaves_nothing(stand_in, tmp_p
     assert build().read_text() == "object\n"
 
 
-def test_without_a_compiler_the_providers_are_missing_and_a_warning_says_what_to_install(monkeypatch):
-    registry = {op: dict(names) for op, names in providers.REGISTRY.items()}
-    monkeypatch.setattr(providers, "REGISTRY", registry)
+def test_without_a_compiler_the_reference_is_chosen_and_a_warning_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(providers, "REGISTRY", {op: dict(names) for op, names in providers.REGISTRY.items()})
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(loading, "load", loading.load.__wrapped__)
+    monkeypatch.setattr(loading, "problem", loading.problem.__wrapped__)
+    loading.register_cpu_providers()
     with pytest.warns(UserWarning, match=r"slow reference.*'no-such-compiler', which is not there\. Install g\+\+"):
-        loading.register_cpu_providers()
-    assert all("cpu" not in names for names in registry.values())
+        choice = providers.select("linear", torch.device("cpu"))
+    assert choice.provider == "reference"
+    assert "cpu cannot be used here: no C++ compiler" in choice.reason
 
 
 def test_the_library_is_the_first_choice_on_a_cpu_for_dtypes_that_it_serves(monkeypatch, library):
@@ -147,16 +157,33 @@ def test_every_instruction_set_of_the_machine_passes_the_self_check(library):
 
 
 def test_every_kernel_is_compiled_for_every_instruction_set(tmp_path):
-    names = {path.name for path in compile_commands(building.Compiler("c++", ""), tmp_path)}
+    names = {path.name for path in compile_commands(building.Compiler("c++", ""), tmp_path, list(ISA_FLAGS))}
     kernels = [path.stem for path in SOURCES.glob("*_kernels.cpp")]
-    assert {f"{kernel}_{isa}.o" for kernel in kernels for isa in ISA_FLAGS} <= names
+    assert {f"{kernel}_{isa}.o" for kernel in kernels for isa in ISA_FLAGS if isa not in BFLOAT16_ISAS} <= names
+    assert {f"linear_{isa}.o" for isa in BFLOAT16_ISAS} & names == {
+        f"linear_{isa}.o" for isa in BFLOAT16_ISAS if isa in ISA_FLAGS
+    }
+
+
+def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(stand_in, tmp_path):
+    if "amx" not in ISA_FLAGS:
+        pytest.skip("this machine is no x86")
+    log = stand_in("-mamx-bf16")
+    assert supported_isas(find_compiler()) == [isa for isa in ISA_FLAGS if isa != "amx"]
+    build()
+    compiled = [line for line in log.read_text().splitlines() if "-fsyntax-only" not in line]
+    assert compiled
+    assert not any("linear_amx" in line or "-DPAGEGRAPH_HAS_AMX" in line for line in compiled)
+    (linear,) = [line for line in compiled if "/linear.cpp" in line]
+    assert "-DPAGEGRAPH_HAS_AVX512BF16" in linear
 
 
 def test_kernels_include_nothing_whose_inline_functions_the_linker_could_mix_up():
     """An inline function of the standard library compiled with AVX-512 could be the one that every caller gets."""
-    allowed = {"stddef.h", "stdint.h", "string.h"}
+    allowed = {"stddef.h", "stdint.h", "string.h", "immintrin.h"}  # intrinsics are inlined always
     ours = {path.name for path in SOURCES.glob("*.h")}
-    todo, seen = [path.name for path in SOURCES.glob("*_kernels.cpp")], set()
+    kinds = ("kernels", *BFLOAT16_ISAS)
+    todo, seen = [path.name for kind in kinds for path in SOURCES.glob(f"*_{kind}.cpp")], set()
     while todo:
         name = todo.pop()
         seen.add(name)
@@ -171,7 +198,7 @@ def test_a_wrong_result_means_the_next_narrower_instruction_set(monkeypatch, lib
     if len(library.isas) == 1:
         pytest.skip("this machine has one instruction set only")
     monkeypatch.setattr(loading, "self_check_error", lambda: 0.0 if library.isa == "plain" else 0.5)
-    with pytest.warns(UserWarning, match=r"kernels for \w+ are wrong by 5.0e-01"):
+    with pytest.warns(UserWarning, match=r"ops paged_attention, .* for \w+ are wrong by 5.0e-01"):
         loading.choose_isa(library)
     assert library.isa == "plain"
     monkeypatch.setattr(loading, "self_check_error", lambda: float("inf"))

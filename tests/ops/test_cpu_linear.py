@@ -1,5 +1,7 @@
 """The C++ linear against float64, at every instruction set of the machine."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,8 +9,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from ops.cpu import library as loading
 from ops.cpu.build import ISA_FLAGS, BuildError
-
-pytestmark = pytest.mark.kernels
 
 DTYPES = [
     pytest.param(torch.float32, torch.float32, id="fp32"),
@@ -18,19 +18,31 @@ DTYPES = [
 ]
 
 
-@pytest.fixture(params=ISA_FLAGS)
-def linear(request):
+@contextmanager
+def linear_with(isa):
     """The op with an instruction set, that of before is in use afterwards."""
     try:
         library = loading.load()
     except BuildError as error:
         pytest.skip(str(error))
-    if request.param not in library.isas:
-        pytest.skip(f"this machine has no {request.param}")
-    isa = library.isa
-    library.use(request.param)
-    yield torch.ops.pagegraph.linear.cpu
+    if isa not in library.isas:
+        pytest.skip(f"this machine has no {isa}")
+    before = library.isa
     library.use(isa)
+    yield torch.ops.pagegraph.linear.cpu
+    library.use(before)
+
+
+@pytest.fixture(params=ISA_FLAGS)
+def linear(request):
+    with linear_with(request.param) as op:
+        yield op
+
+
+@pytest.fixture
+def amx():
+    with linear_with("amx") as op:
+        yield op
 
 
 def random(*shape, dtype=torch.float32):
@@ -71,9 +83,10 @@ def test_linear_at_every_number_of_rows(linear, dtype, weight_dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_rows_and_a_large_weight(linear, dtype):
-    """Small float32 weights may be torch's business, these are large."""
-    weight, x, bias = random(1025, 2100, dtype=dtype), random(67, 2100, dtype=dtype), random(1025, dtype=dtype)
-    assert_within_budget(linear(x, weight, bias), x, weight, bias)
+    """Small float32 weights may be torch's business, these are large. So many rows of x are packed in pieces."""
+    weight, x, bias = random(1025, 2100, dtype=dtype), random(550, 2100, dtype=dtype), random(1025, dtype=dtype)
+    assert_within_budget(linear(x[:67], weight, bias), x[:67], weight, bias)
+    assert_within_budget(linear(x, weight[:40], bias[:40]), x, weight[:40], bias[:40])
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)
@@ -94,6 +107,13 @@ def test_a_row_is_bit_for_bit_the_same_alone_and_in_a_batch(linear, k, dtype, we
             assert torch.equal(linear(x, weight, None), alone)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_with_amx_a_row_is_the_same_among_any_number_of_rows(amx):
+    weight, x = random(70, 2100, dtype=torch.bfloat16), random(550, 2100, dtype=torch.bfloat16)
+    alone = torch.cat([amx(row[None], weight, None) for row in x])
+    for rows in (65, 96, 193, 550):
+        assert torch.equal(amx(x[:rows], weight, None), alone[:rows])
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)

@@ -23,6 +23,7 @@ import runtime
 from runtime import BeamSearchParams, RequestOutput, SamplingParams
 from runtime.beam_search import Candidates
 from runtime.engine import Engine
+from runtime.metrics import StepSeconds
 from runtime.model_runner import ModelRunner
 from runtime.request import Request
 from runtime.schedule import Schedule
@@ -103,13 +104,14 @@ class Mishap:
     def __init__(self, runner: ModelRunner) -> None:
         self._run = runner.run
         self.error: BaseException | None = None
-        self.is_early = False
+        self.is_early = self.has_failed = False
 
-    def run(self, schedule: Schedule) -> tuple[list[int], list[Candidates]]:
+    def run(self, schedule: Schedule, seconds: StepSeconds) -> tuple[list[int], list[Candidates]]:
         error, self.error = self.error, None
+        self.has_failed |= isinstance(error, RuntimeError)
         if error is not None and self.is_early:
             raise error
-        results = self._run(schedule)
+        results = self._run(schedule, seconds)
         if error is not None:
             raise error
         return results
@@ -295,7 +297,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.engine.close()
 
     def _step(self) -> None:
-        self.outputs.update({output.request_id: output for output in self.engine.step()})
+        outputs = self.engine.step()
+        failed = any(completion.finish_reason == "error" for output in outputs for completion in output.outputs)
+        assert self.mishap.has_failed or not failed, "a step failed by itself"
+        self.outputs.update({output.request_id: output for output in outputs})
         self.intact()
 
     def _request(self, request_id: str) -> Request:

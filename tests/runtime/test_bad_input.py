@@ -344,8 +344,9 @@ def test_ids_and_salts_are_text(tiny_model, make_engine, drain, name: str, value
 def test_providers_can_be_named(tiny_model, make_engine) -> None:
     report = make_engine(tiny_model("llama"), providers={"sample": "reference"}).report
     assert report.providers["sample"].reason == "asked for"
-    assert "paged_attention: provider reference (highest priority on cpu" in str(report)
-    with pytest.raises(ValueError, match="unknown provider 'cuda' of sample; on cpu there are"):
+    assert "sample: provider reference (asked for)" in str(report)
+    assert f"paged_attention: provider {report.providers['paged_attention'].provider} (" in str(report)
+    with pytest.raises(ValueError, match="unknown provider 'cuda' of sample; on cpu with float32 there are"):
         make_engine(tiny_model("llama"), providers={"sample": "cuda"})
     with pytest.raises(ValueError, match="unknown op 'smaple'"):
         make_engine(tiny_model("llama"), providers={"smaple": "reference"})

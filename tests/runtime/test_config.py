@@ -8,6 +8,10 @@ import pytest
 import torch
 
 from graphs import swap_space
+from graphs.rules import GRAPH_RULES
+from models.rules import RULES
+from ops import Choice
+from ops.cpu.library import problem
 from runtime import config as config_module
 from runtime.config import EngineConfig
 from runtime.limits import size_swap_space
@@ -22,18 +26,51 @@ def no_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "cpu_multiplies", lambda dtype: False)
 
 
-@pytest.mark.usefixtures("no_bf16")
+@pytest.fixture
+def linear_provider(monkeypatch: pytest.MonkeyPatch) -> dict[torch.dtype, str]:
+    """The providers of the op `linear` by dtype, the reference where none is set."""
+    providers: dict[torch.dtype, str] = {}
+
+    def select(op: str, device: torch.device, override: str | None = None, dtype: Any = None) -> Choice:
+        assert (op, device) == ("linear", CPU)
+        name = override or providers.get(dtype, "reference")
+        return Choice(op, name, "for a test", torch.ops.pagegraph.linear.reference)
+
+    monkeypatch.setattr(config_module, "select", select)
+    return providers
+
+
+@pytest.mark.usefixtures("no_bf16", "linear_provider")
 def test_auto_dtype_avoids_emulated_products() -> None:
     resolve = EngineConfig().resolve_dtype
     assert resolve(torch.bfloat16, CPU, nbytes=GB, memory=16 * GB) is torch.float32
+    assert resolve(torch.float16, CPU, nbytes=GB, memory=16 * GB) is torch.float32
     assert resolve(torch.float32, CPU, nbytes=GB, memory=16 * GB) is torch.float32
     assert resolve(torch.float64, CPU, nbytes=GB, memory=16 * GB) is torch.float64
     assert resolve(torch.bfloat16, torch.device("cuda"), nbytes=GB, memory=16 * GB) is torch.bfloat16
 
 
-@pytest.mark.usefixtures("no_bf16")
+@pytest.mark.usefixtures("no_bf16", "linear_provider")
 def test_auto_dtype_stays_small_when_float32_would_fill_the_memory() -> None:
     assert EngineConfig().resolve_dtype(torch.bfloat16, CPU, nbytes=5 * GB, memory=16 * GB) is torch.bfloat16
+
+
+@pytest.mark.usefixtures("no_bf16")
+def test_auto_dtype_is_kept_where_linear_has_a_provider_of_its_own(linear_provider: dict[torch.dtype, str]) -> None:
+    linear_provider[torch.bfloat16] = "cpu"
+    resolve = EngineConfig().resolve_dtype
+    assert resolve(torch.bfloat16, CPU, nbytes=GB, memory=16 * GB) is torch.bfloat16
+    assert resolve(torch.float16, CPU, nbytes=GB, memory=16 * GB) is torch.float32
+    overridden = EngineConfig(providers={"linear": "reference"})
+    assert overridden.resolve_dtype(torch.bfloat16, CPU, nbytes=GB, memory=16 * GB) is torch.float32
+
+
+@pytest.mark.usefixtures("no_bf16")
+def test_the_library_of_this_machine_is_such_a_provider() -> None:
+    if problem() is not None:
+        pytest.skip("the C++ ops cannot be built here")
+    assert EngineConfig().resolve_dtype(torch.bfloat16, CPU, nbytes=GB, memory=16 * GB) is torch.bfloat16
+    assert EngineConfig().resolve_dtype(torch.float16, CPU, nbytes=GB, memory=16 * GB) is torch.float32
 
 
 def test_auto_dtype_on_a_cpu_with_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,11 +103,28 @@ def test_a_given_dtype_is_taken(dtype: str | torch.dtype) -> None:
         ({"swap_space": "4"}, "swap_space must be a number of GiB from 0 to 1048576, not '4'"),
         ({"preemption": "swap", "swap_space": 0}, "preemption='swap' needs a swap_space above 0"),
         ({"dtype": "int8"}, "dtype must be 'auto' or one of float32"),
+        (
+            {"rules": "linear"},
+            r"rules must be None \(all\) or a list of names from merge_qkv, .*rope_write_kv; not 'linear'",
+        ),
+        ({"rules": ["linear", "fuse"]}, "rules must be .* linear, rms_norm, add_rms_norm, .*; not 'fuse'"),
+        ({"rules": True}, "rules must be .*; not True"),
+        ({"rules": [3]}, "rules must be .*; not 3"),
+        ({"num_threads": 0}, "num_threads must be a whole number of at least 1, not 0"),
+        ({"num_threads": 2.0}, "num_threads must be a whole number"),
+        ({"num_threads": True}, "num_threads must be a whole number"),
     ],
 )
 def test_bad_knobs_name_what_is_supported(knobs: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig(**knobs)
+
+
+def test_rules_that_may_be_applied() -> None:
+    assert EngineConfig().applies("linear")
+    assert not EngineConfig(rules=[]).applies("linear")
+    some = EngineConfig(rules=("linear", "rope_write_kv"))
+    assert [name for name in (*RULES, *GRAPH_RULES) if some.applies(name)] == ["linear", "rope_write_kv"]
 
 
 @pytest.mark.parametrize("device", ["meta", "tpu", "cuda:x"])

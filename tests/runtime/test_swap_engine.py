@@ -16,6 +16,7 @@ from graphs import swap_space
 from runtime import BeamSearchParams, RequestOutput, SamplingParams
 from runtime.beam_search import Candidates
 from runtime.engine import Engine
+from runtime.metrics import StepSeconds
 from runtime.request import Request
 from runtime.schedule import Schedule
 
@@ -95,9 +96,9 @@ def test_swapped_out_requests_go_on_without_recomputation(
     steps: list[int] = []
     run = engine.runner.run
 
-    def recorded(schedule: Schedule) -> tuple[list[int], list[Candidates]]:
+    def recorded(schedule: Schedule, seconds: StepSeconds) -> tuple[list[int], list[Candidates]]:
         steps.append(schedule.num_tokens)
-        return run(schedule)
+        return run(schedule, seconds)
 
     engine.runner.run = recorded  # type: ignore[method-assign]
     ids = [engine.add_request(prompt, GREEDY) for prompt in DIFFERENT]
@@ -423,8 +424,8 @@ def test_an_interrupted_step_moves_nothing_twice(
     engine = make_engine(llama, **{**TIGHT, "enable_prefix_caching": caching})
     run, left = engine.runner.run, ["swap_outs", "swap_ins"]
 
-    def interrupted(schedule: Schedule) -> tuple[list[int], list[Candidates]]:
-        results = run(schedule)
+    def interrupted(schedule: Schedule, seconds: StepSeconds) -> tuple[list[int], list[Candidates]]:
+        results = run(schedule, seconds)
         for name in left:
             if getattr(schedule, name):
                 left.remove(name)
