@@ -19,6 +19,7 @@ class Fusion:
 
     `replacement` computes the outputs from the inputs, as tensors or as proxies; it may write to some inputs. It is
     inserted before the node `before`; the `erased` nodes, which have side effects, would otherwise stay.
+    `example` makes inputs to verify with; None: random ones of the inputs' sizes, integers 0, 1, ...
     """
 
     inputs: tuple[fx.Node, ...]
@@ -27,6 +28,7 @@ class Fusion:
     before: fx.Node
     reason: str
     erased: tuple[fx.Node, ...] = ()
+    example: Callable[[], list[Tensor]] | None = None
 
 
 class GraphRule(Protocol):
@@ -108,7 +110,7 @@ def _verify(fusion: Fusion) -> str | None:
     Both run in float32 on random inputs; what they leave in their inputs is compared too.
     """
     try:
-        inputs = _random_inputs(fusion.inputs)
+        inputs = _random_inputs(fusion.inputs) if fusion.example is None else fusion.example()
         first, second = ([tensor.clone() for tensor in inputs] for _ in range(2))
         with torch.no_grad():
             expected = _run(dict(zip(fusion.inputs, first, strict=True)), (*fusion.erased, *fusion.outputs))

@@ -105,6 +105,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "swap_blocks": reference.swap_blocks,
     "sample": sample,
     "linear": reference.linear,
+    "grouped_linear": reference.grouped_linear,
     "rms_norm": reference.rms_norm,
     "add_rms_norm": reference.add_rms_norm,
     "silu_and_mul": reference.silu_and_mul,

@@ -227,6 +227,25 @@ def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
+def grouped_linear(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """x weight[e]^T for the rows of each expert e.
+
+    Args:
+        x: [S, K], sorted by expert.
+        weight: [E, N, K], of x's dtype or another.
+        offsets: [E] int32 or int64, rising: where each expert's rows end. Rows from the last one on are zero.
+
+    Returns: [S, N] in x's dtype. Reads the offsets on the host, so it cannot be captured.
+    """
+    out = x.new_zeros(x.shape[0], weight.shape[1])
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > start:
+            out[start:end] = linear(x[start:end], weight[expert], None)
+        start = end
+    return out
+
+
 def _runs(pairs: list[list[int]]) -> Iterator[tuple[int, int, int]]:
     """Merge (src, dst) pairs into runs (first src, first dst, length) in which both ids go up by one."""
     for _, run in groupby(enumerate(sorted(pairs)), lambda item: [block - item[0] for block in item[1]]):

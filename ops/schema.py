@@ -30,6 +30,7 @@ SCHEMAS: dict[str, str] = {
         "Tensor masked_ids) -> Tensor"
     ),
     "linear": "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    "grouped_linear": "(Tensor x, Tensor weight, Tensor offsets) -> Tensor",
     "rms_norm": "(Tensor x, Tensor weight, float eps, float offset) -> Tensor",
     "add_rms_norm": "(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor)",
     "silu_and_mul": "(Tensor gate_up) -> Tensor",
@@ -105,6 +106,10 @@ def _fake_rope_write_kv(q: Tensor, *_: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
+def _fake_grouped_linear(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
 def _fake_nothing(*_: Any) -> None:
     return None
 
@@ -116,6 +121,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "swap_blocks": _fake_nothing,
     "sample": _fake_sample,
     "linear": _fake_linear,
+    "grouped_linear": _fake_grouped_linear,
     "rms_norm": _fake_rms_norm,
     "add_rms_norm": _fake_add_rms_norm,
     "silu_and_mul": _fake_act_and_mul,

@@ -22,6 +22,7 @@ from models.checkpoint import Checkpoint, resolve
 from models.probe import max_positions
 from models.report import UnsupportedModelError, Verdict
 from models.weights import load_weights
+from ops.memory import huge_page_bytes
 from runtime.config import EngineConfig
 from runtime.metrics import PhaseSeconds
 
@@ -81,6 +82,9 @@ def load(
     loaded = _describe(adaptation, dtype, device, tokenizer, generation, shared=False)
     seconds.load = time.perf_counter() - start
     logger.info("load: %.0f MiB as %s in %.1f s", loaded.weight_bytes / 2**20, _name(dtype), seconds.load)
+    huge = huge_page_bytes(list(adaptation.module.parameters()))
+    if device.type == "cpu" and huge is not None:
+        logger.info("load: %.0f MiB of them on huge pages", min(huge, loaded.weight_bytes) / 2**20)
     if dtype != checkpoint.dtype and config.dtype == "auto":
         logger.info("this CPU has no %s instructions: running in %s", _name(checkpoint.dtype), _name(dtype))
     return loaded

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from graphs.fusion import GraphRule
 from graphs.rules.add_rms_norm import AddRMSNorm
 from graphs.rules.gated_activation import GatedActivation
+from graphs.rules.grouped_linear import GroupedLinear
 from graphs.rules.rope_write_kv import RopeWriteKV
 from ops.providers import Choice
 
 GRAPH_RULES: dict[str, Callable[[Mapping[str, Choice]], GraphRule]] = {
-    rule.name: rule for rule in (AddRMSNorm, GatedActivation, RopeWriteKV)
+    rule.name: rule for rule in (AddRMSNorm, GatedActivation, RopeWriteKV, GroupedLinear)
 }
 """Makes each rule from the providers chosen."""

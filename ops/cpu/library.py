@@ -20,6 +20,7 @@ OPS = (
     "paged_attention",
     "write_kv",
     "linear",
+    "grouped_linear",
     "rms_norm",
     "add_rms_norm",
     "silu_and_mul",
@@ -130,6 +131,8 @@ def self_check_error() -> float:
                 x = (torch.randn(rows, 601, generator=generator) / 25).to(x_dtype)
                 out = overload("linear", "cpu")(x, weight, bias.to(x_dtype))
                 compare(out, reference.linear(x.float(), weight, bias.float()))
+        experts, ends = torch.stack([weight, -weight, 2 * weight]), torch.tensor([2, 2, 70], dtype=torch.int32)
+        compare(overload("grouped_linear", "cpu")(x, experts, ends), reference.grouped_linear(x.float(), experts, ends))
         gamma, *rope = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((86,), (3, 70), (3, 70)))
         for x_dtype in {torch.float32, dtype}:
             x = torch.randn(3, 4, 86, generator=generator).to(x_dtype)
@@ -164,5 +167,5 @@ def problem() -> str | None:
 def register_cpu_providers() -> None:
     """Register the library's ops as provider `cpu`, above the reference. It is built and loaded on first use."""
     for op in OPS:
-        dtypes = DTYPES - {torch.float16} if op == "linear" else DTYPES
+        dtypes = DTYPES - {torch.float16} if op in ("linear", "grouped_linear") else DTYPES
         register(op, "cpu", Provider(devices=frozenset({"cpu"}), priority=10, dtypes=dtypes, prepare=problem))

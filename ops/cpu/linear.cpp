@@ -1,9 +1,10 @@
-// linear: checks, the choice of an algorithm, and its schedule over threads.
+// linear and grouped_linear: checks, the choice of an algorithm, and its schedule over threads.
 //
 // Up to 64 rows of x the weight is streamed through dot products, in one order of additions whatever the batch. Above,
 // tiles of the weight become floats once for 512 rows of x and are multiplied with panels of these, or torch does it.
 // Where there are instructions for products of bfloat16, both x and weight stay in it.
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -133,6 +134,18 @@ bool is_served(const Tensor& tensor) {
   return tensor.scalar_type() == ScalarType::Float || tensor.scalar_type() == ScalarType::BFloat16;
 }
 
+void compute(const Linear& call, Element element) {
+  const Bfloat16Kernels* products =
+      call.x_element == BFLOAT16 && element == BFLOAT16 ? bfloat16_kernels() : nullptr;
+  if (products) {
+    multiply_bfloat16(call, *products);
+  } else if (call.m <= STREAM_MAX_ROWS) {
+    stream(call, element);
+  } else {
+    multiply(call, element);
+  }
+}
+
 Tensor linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
   STD_TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1),
                   "linear takes x [..., K] and a weight [N, K]");
@@ -157,14 +170,38 @@ Tensor linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias)
     STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == n, "bias must be [", n, "]");
     call.bias = static_cast<const float*>(bias->const_data_ptr());
   }
-  const Bfloat16Kernels* products = x_element == BFLOAT16 && element == BFLOAT16 ? bfloat16_kernels() : nullptr;
-  if (products) {
-    multiply_bfloat16(call, *products);
-  } else if (m <= STREAM_MAX_ROWS) {
-    stream(call, element);
-  } else {
-    multiply(call, element);
+  compute(call, element);
+  return out;
+}
+
+// Experts without rows are not read.
+Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets) {
+  STD_TORCH_CHECK(x.dim() == 2 && weight.dim() == 3 && x.size(1) == weight.size(2) && offsets.dim() == 1 &&
+                      offsets.size(0) == weight.size(0),
+                  "grouped_linear takes x [S, K], a weight [E, N, K] and offsets [E]");
+  STD_TORCH_CHECK(is_served(x) && is_served(weight), "grouped_linear takes float32 and bfloat16");
+  const int64_t rows = x.size(0), n = weight.size(1), k = weight.size(2);
+  const Tensor source = with_adjacent_columns(x), matrices = with_adjacent_columns(weight);
+  const Element x_element = element_of(x, "x"), element = element_of(weight, "weight");
+  const Integers ends(offsets, "offsets");
+  Tensor out = make_output(x, {rows, n});
+  const char* from = static_cast<const char*>(source.const_data_ptr());
+  const char* data = static_cast<const char*>(matrices.const_data_ptr());
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t x_size = element_size(x_element);
+  int64_t start = 0;
+  for (int64_t expert = 0; expert < weight.size(0); ++expert) {
+    const int64_t end = ends[expert];
+    STD_TORCH_CHECK(end >= start && end <= rows, "offsets must rise to at most S = ", rows);
+    if (end > start && n > 0) {
+      compute({from + start * source.stride(0) * x_size, source.stride(0), 1, x_element,
+               data + expert * matrices.stride(0) * element_size(element), matrices.stride(1), end - start, n, k,
+               nullptr, to + start * n * x_size},
+              element);
+    }
+    start = end;
   }
+  std::memset(to + start * n * x_size, 0, (rows - start) * n * x_size);
   return out;
 }
 
@@ -173,4 +210,5 @@ Tensor linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias)
 
 STABLE_TORCH_LIBRARY_IMPL(pagegraph, CPU, library) {
   library.impl("linear.cpu", TORCH_BOX(&pagegraph::linear));
+  library.impl("grouped_linear.cpu", TORCH_BOX(&pagegraph::grouped_linear));
 }

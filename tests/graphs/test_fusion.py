@@ -53,6 +53,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "phi3": lambda: transformers.Phi3Config(**SIZES, rope_parameters=PARTIAL),
     "glm": lambda: transformers.GlmConfig(**SIZES, head_dim=8),
     "cohere": lambda: transformers.CohereConfig(**SIZES),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=3),
 }
 # A norm of a sum is every norm of a layer but the first of all; the final one is another. Of cohere's, none is an RMS
 # norm. glm and cohere rotate pairs of neighbours.
@@ -63,6 +64,12 @@ APPLIED = {
     "phi3": {"add_rms_norm": 2 * LAYERS, "gated_activation": LAYERS, "rope_write_kv": LAYERS},
     "glm": {"add_rms_norm": 2 * LAYERS, "gated_activation": LAYERS},
     "cohere": {"gated_activation": LAYERS},
+    "mixtral": {
+        "add_rms_norm": 2 * LAYERS,
+        "gated_activation": LAYERS,
+        "grouped_linear": 2 * LAYERS,
+        "rope_write_kv": LAYERS,
+    },
 }
 # (tokens in the cache, tokens of this step) of each sequence.
 STEPS = {
@@ -215,6 +222,7 @@ def test_every_rule_applies_wherever_its_pattern_is(name: str) -> None:
     fused = {
         "add_rms_norm": found.count("add_rms_norm.cpu"),
         "gated_activation": found.count("silu_and_mul.cpu") + found.count("gelu_and_mul.cpu"),
+        "grouped_linear": found.count("grouped_linear.cpu"),
         "rope_write_kv": found.count("rope_write_kv.cpu"),
     }
     assert {rule: count for rule, count in fused.items() if count} == APPLIED[name]
@@ -250,9 +258,9 @@ def test_conventions_of_gemma_are_kept() -> None:
 
 @pytest.mark.parametrize("rule", GRAPH_RULES)
 def test_each_rule_works_without_the_others(rule: str) -> None:
-    model, inputs = family("llama"), fill(STEPS["mixed"])
+    model, inputs = family("mixtral"), fill(STEPS["mixed"])
     graph, outcomes = rewritten(model.graph, [GRAPH_RULES[rule](CHOICES)])
-    assert applied(outcomes) == {rule: APPLIED["llama"][rule]}
+    assert applied(outcomes) == {rule: APPLIED["mixtral"][rule]}
     assert_close(model.values(graph, inputs), model.values(model.graph, inputs))
 
 
@@ -272,11 +280,12 @@ def test_with_the_reference_nothing_is_applied() -> None:
         ("add_rms_norm", "add_rms_norm"),
         ("silu_and_mul", "gated_activation"),
         ("gelu_and_mul", "gated_activation"),
+        ("grouped_linear", "grouped_linear"),
         ("rope_write_kv", "rope_write_kv"),
     ],
 )
 def test_an_op_on_its_reference_is_not_used(op: str, rule: str) -> None:
-    name = "gemma3_text" if op == "gelu_and_mul" else "llama"
+    name = "gemma3_text" if op == "gelu_and_mul" else "mixtral"
     choices = {**CHOICES, **choose(CPU, {op: "reference"}, torch.float32)}
     graph, outcomes = rewritten(family(name).graph, rules(choices))
     assert applied(outcomes) == {rule_: count for rule_, count in APPLIED[name].items() if rule_ != rule}
@@ -293,6 +302,10 @@ def with_overload(op: str, function: Any) -> dict[str, Choice]:
 WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
     "add_rms_norm": ("add_rms_norm", lambda *args: [1.01 * out for out in CHOICES["add_rms_norm"].overload(*args)]),
     "gated_activation": ("silu_and_mul", lambda x: CHOICES["gelu_and_mul"].overload(x, False)),
+    "grouped_linear": (
+        "grouped_linear",
+        lambda x, weight, ends: CHOICES["grouped_linear"].overload(x, weight, ends - 1),
+    ),
     "rope_write_kv": (
         "rope_write_kv",  # the right queries, but keys that are not rotated
         lambda q, k, v, cos, sin, k_cache, v_cache, slots: (
@@ -306,9 +319,9 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
 @pytest.mark.parametrize("rule", GRAPH_RULES)
 def test_a_rule_whose_verification_fails_is_skipped_with_the_difference(rule: str) -> None:
     op, wrong = WRONG[rule]
-    graph, outcomes = rewritten(family("llama").graph, [GRAPH_RULES[rule](with_overload(op, wrong))])
-    assert ours(graph) == ours(family("llama").graph)
-    assert [outcome.applied for outcome in outcomes] == [False] * APPLIED["llama"][rule]
+    graph, outcomes = rewritten(family("mixtral").graph, [GRAPH_RULES[rule](with_overload(op, wrong))])
+    assert ours(graph) == ours(family("mixtral").graph)
+    assert [outcome.applied for outcome in outcomes] == [False] * APPLIED["mixtral"][rule]
     assert {outcome.rule for outcome in outcomes} == {rule}
     for outcome in outcomes:
         assert outcome.reason.startswith("verification failed: relative error ")

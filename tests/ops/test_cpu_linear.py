@@ -195,3 +195,46 @@ def test_one_graph_serves_all_numbers_of_rows(linear, mark):
         marker(x, 0)
         assert torch.equal(compiled(x, weight), expected)
     assert counter.frame_count == 1
+
+
+@pytest.fixture
+def grouped(linear):
+    """The op `grouped_linear`, under the instruction set of `linear`."""
+    return torch.ops.pagegraph.grouped_linear.cpu
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)
+@pytest.mark.parametrize("counts", [(3, 0, 1, 64), (0, 0, 0, 1), (5,), (0, 0)], ids=str)
+def test_experts_get_their_own_rows(grouped, linear, counts, dtype, weight_dtype):
+    x = torch.randn(sum(counts) + 2, 37, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = torch.randn(len(counts), 19, 37, generator=torch.Generator().manual_seed(1)).to(weight_dtype)
+    ends = torch.tensor(counts).cumsum(0)
+    out = grouped(x, weight, ends.to(torch.int32))
+    assert out.shape == (sum(counts) + 2, 19)
+    for expert, count in enumerate(counts):
+        rows = slice(int(ends[expert]) - count, int(ends[expert]))
+        assert torch.equal(out[rows], linear(x[rows], weight[expert], None))
+    assert torch.equal(out[sum(counts) :], torch.zeros(2, 19, dtype=dtype))
+
+
+def test_an_expert_with_many_rows(grouped):
+    x, weight = random(150, 80), random(2, 33, 80)
+    out = grouped(x, weight, torch.tensor([20, 150]))
+    assert_within_budget(out[20:], x[20:], weight[1])
+
+
+def test_experts_without_rows_are_not_read(grouped):
+    weight = torch.full((3, 8, 16), float("nan"))
+    weight[1] = 1
+    assert torch.equal(grouped(torch.ones(2, 16), weight, torch.tensor([0, 2, 2])), torch.full((2, 8), 16.0))
+
+
+@pytest.mark.parametrize("ends", [[2, 1], [1, 5], [-1, 2]], ids=str)
+def test_offsets_that_do_not_rise_to_the_rows_are_refused(grouped, ends):
+    with pytest.raises(RuntimeError, match="offsets must rise to at most S = 4"):
+        grouped(torch.ones(4, 8), torch.ones(2, 3, 8), torch.tensor(ends))
+
+
+def test_opcheck_of_grouped_linear(grouped):
+    args = (torch.randn(4, 8), torch.randn(2, 3, 8), torch.tensor([1, 4], dtype=torch.int32))
+    torch.library.opcheck(grouped, args)
