@@ -64,7 +64,10 @@ def decode_row(
 ) -> dict[str, Any]:
     """Decode steps of `batch` sequences: time, tokens/s and share of the bandwidth, by entrant (None: left out)."""
     prompts = random_prompts(engine.vocab_size, [args.prompt] * batch)
+    before = engine.stats()
     results, read = compete(entrants, prompts, args.steps + 1, args, bandwidth)
+    after = engine.stats()
+    host = (after.step_seconds.host - before.step_seconds.host) / (after.num_steps - before.num_steps)
     needed = bytes_per_step(engine, batch, args.prompt + args.steps // 2)
     floors = [needed / sample for sample in read]
     steps = {name: [statistics.median(timing.steps) for timing in timings] for name, timings in results.items()}
@@ -79,7 +82,13 @@ def decode_row(
         }
 
     cells = {name: cell(seconds) if seconds else None for name, seconds in steps.items()}
-    return {"batch": batch, "bytes": needed, "floor_ms": statistics.median(floors) * 1e3, "entrants": cells}
+    return {
+        "batch": batch,
+        "bytes": needed,
+        "floor_ms": statistics.median(floors) * 1e3,
+        "host_us": host * 1e6,  # a step, all steps of ours counted: schedule, inputs, update and outputs
+        "entrants": cells,
+    }
 
 
 def prefill_row(
@@ -116,7 +125,10 @@ def measure(model: str, args: argparse.Namespace, bandwidth: ReadBandwidth) -> d
         for batch in args.batch:
             decode.append(decode_row(engine, entrants, batch, args, bandwidth))
             row = decode[-1]
-            print(f"batch {batch}: {row['bytes'] / 1e6:.0f} MB a step, {row['floor_ms']:.1f} ms at the read bandwidth")
+            print(
+                f"batch {batch}: {row['bytes'] / 1e6:.0f} MB a step, {row['floor_ms']:.1f} ms at the read bandwidth; "
+                f"host {row['host_us']:.0f} us a step"
+            )
             print_cells(row["entrants"], DECODE_COLUMNS, args.limit)
         for tokens in args.prefill:
             prefill.append(prefill_row(engine, entrants, tokens, args, bandwidth))
