@@ -13,29 +13,79 @@ from runtime.schedule import Schedule, ScheduledRow
 _MAX_FLOAT32, _MAX_INT32 = float(np.finfo(np.float32).max), np.iinfo(np.int32).max
 
 
-def fill(arena: InputArena, schedule: Schedule, manager: KVCacheManager) -> StepInputs:
-    """Write the step's inputs into the arena and return the device's tensors. Side effect: the arena's content.
+class InputFiller:
+    """Fills the inputs of step after step into an arena.
 
-    A step that samples nothing (chunks in mid-prompt only) still gets one row of logits, which nobody reads: the graph
-    then has no empty tensor.
+    A decode step of the very requests of the step before differs in few fields, and only these are written: after a
+    forward pass has streamed the weights through the machine's caches, every touch of Python's objects costs.
     """
-    rows = schedule.rows
-    assert rows, "an empty step has no inputs"
-    lengths = np.array([row.num_tokens for row in rows])
-    stops = np.array([row.start for row in rows]) + lengths
-    sampled = [row for row in rows if row.num_draws]
-    masked = [row.request.masked_token_ids() for row in sampled]
-    sizes = StepSizes(
-        tokens=schedule.num_tokens,
-        sequences=len(rows),
-        table_width=manager.num_blocks_for(int(stops.max())),
-        rows=max(1, schedule.num_draws),
-        masked=max(1, *map(len, masked)) if any(masked) else 1,
-    )
-    host = arena.carve(sizes)
-    _fill_tokens(host, rows, lengths, stops, manager)
-    _fill_sampling(host, sampled, masked)
-    return arena.upload()
+
+    def __init__(self, arena: InputArena, manager: KVCacheManager) -> None:
+        self._arena, self._manager = arena, manager
+        self._sizes: StepSizes | None = None  # of the last step, if one may be continued
+        self._rows: list[tuple[Request, int]] = []  # its requests, and how often each had been preempted
+        self._starts: list[int] = []  # where each would go on
+
+    def fill(self, schedule: Schedule) -> StepInputs:
+        """Write the step's inputs and return the device's tensors. Side effect: the arena's content.
+
+        A step that samples nothing (chunks in mid-prompt only) still gets one row of logits, which nobody reads: the
+        graph then has no empty tensor.
+        """
+        rows = schedule.rows
+        assert rows, "an empty step has no inputs"
+        sizes, self._sizes = self._sizes, None  # nothing to continue, should this be interrupted
+        if sizes is None or not self._continues(rows, sizes):
+            sizes = self._write(schedule)
+        self._sizes = sizes
+        return self._arena.upload()
+
+    def _continues(self, rows: list[ScheduledRow], sizes: StepSizes) -> bool:
+        """Advance the inputs of the last step, which had `sizes`, by one token each, if that is what this one is."""
+        starts = [row.start for row in rows]
+        if starts != self._starts or self._manager.num_blocks_for(max(starts) + 1) != sizes.table_width:
+            return False
+        for row, (request, num_preemptions) in zip(rows, self._rows, strict=True):
+            same = row.request is request and request.num_preemptions == num_preemptions
+            if not same or row.num_tokens != 1 or row.num_draws != 1 or request.masked_token_ids():
+                return False
+        self._starts = [start + 1 for start in starts]
+        host, size = self._arena.carve(sizes), self._manager.block_size
+        host.input_ids.numpy()[:] = [row.request.token_ids[row.start] for row in rows]
+        host.noise_position.numpy()[:] = [len(row.request.token_ids) for row in rows]
+        positions = host.positions.numpy()
+        positions += 1
+        seq_lens = host.seq_lens.numpy()
+        seq_lens += 1
+        # Of a table only the block that is written can be another one: a new one, or a copy on write.
+        last = [self._manager.block_ids(row.request)[row.start // size] for row in rows]
+        table = host.block_table.numpy()[0]
+        table[np.arange(len(rows)), positions // size] = last
+        host.slot_mapping.numpy()[0] = np.array(last, dtype=np.int64) * size + positions % size
+        return True
+
+    def _write(self, schedule: Schedule) -> StepSizes | None:
+        """Write all fields; returns the sizes if the next step may continue from here."""
+        rows = schedule.rows
+        lengths = np.array([row.num_tokens for row in rows])
+        stops = np.array([row.start for row in rows]) + lengths
+        sampled = [row for row in rows if row.num_draws]
+        masked = [row.request.masked_token_ids() for row in sampled]
+        sizes = StepSizes(
+            tokens=schedule.num_tokens,
+            sequences=len(rows),
+            table_width=self._manager.num_blocks_for(int(stops.max())),
+            rows=max(1, schedule.num_draws),
+            masked=max(1, *map(len, masked)) if any(masked) else 1,
+        )
+        host = self._arena.carve(sizes)
+        _fill_tokens(host, rows, lengths, stops, self._manager)
+        _fill_sampling(host, sampled, masked)
+        # Beams change whole tables, and ids are masked for some steps only.
+        plain = not any(masked) and all(row.num_draws == 1 and row.request.lead.search is None for row in rows)
+        self._rows = [(row.request, row.request.num_preemptions) for row in rows]
+        self._starts = stops.tolist()
+        return sizes if plain and sizes.tokens == len(rows) else None
 
 
 def _fill_tokens(

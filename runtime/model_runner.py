@@ -13,7 +13,7 @@ from graphs.inputs import InputArena
 from graphs.kv_cache import KVCache
 from graphs.rules import GRAPH_RULES
 from graphs.swap_space import SwapSpace
-from runtime.batch import fill
+from runtime.batch import InputFiller
 from runtime.beam_search import Candidates
 from runtime.config import EngineConfig
 from runtime.memory.kv_cache_manager import KVCacheManager
@@ -46,7 +46,7 @@ class ModelRunner:
         self.executor: Executor = make_executor(module, self.cache, device, config.backend, rules, progress=progress)
         report.outcomes += self.executor.outcomes
         self.seconds = time.perf_counter() - start
-        self._arena = InputArena(device)
+        self._filler = InputFiller(InputArena(device), manager)
 
     def copy_rate(self) -> float:
         """Blocks that move to or from the swap space a second, measured; 0 if there is no swap space after all."""
@@ -74,7 +74,7 @@ class ModelRunner:
         seconds.transfer += moved - start
         if not schedule.rows:
             return [], []
-        inputs = fill(self._arena, schedule, self._manager)
+        inputs = self._filler.fill(schedule)
         filled = time.perf_counter()
         seconds.prepare += filled - moved
         outputs = self.executor.run(inputs)
