@@ -63,8 +63,8 @@ def huge_page_bytes(tensors: Sequence[Tensor]) -> int | None:
             for line in file:
                 first = line.split(None, 1)[0]
                 if "-" in first and not first.endswith(":"):
-                    begin, _, end = first.partition("-")
-                    inside = any(int(begin, 16) <= start < int(end, 16) for start in starts)
+                    begin, end = (int(bound, 16) for bound in first.split("-"))
+                    inside = any(begin <= start < end for start in starts)
                 elif inside and first == "AnonHugePages:":
                     found += int(line.split()[1]) << 10
     except OSError:

@@ -87,7 +87,7 @@ def _first_prepared(op: str, names: list[str]) -> tuple[str, str | None]:
         problem = prepare() if prepare is not None else None
         if problem is None:
             return name, "; ".join(problems) or None
-        problems.append(f"{name} cannot be used here: {problem}")
+        problems.append(f"{name} cannot be used here: {problem.splitlines()[0]}")
     raise AssertionError(f"no provider of {op}: the reference serves everything")
 
 

@@ -69,7 +69,7 @@ def find_compiler() -> Compiler:
 
 
 def build(compiler: Compiler | None = None) -> Path:
-    """Return the path of the library, and build it if the cache folder lacks it: some 10 s on two cores.
+    """Return the path of the library, and build it if the cache folder lacks it: 20 to 40 s on two cores.
 
     Safe in many processes at once: one builds, the others wait, and a file appears under its name only when complete.
     Side effects: files below `cache_folder() / "cpu_ops"`, a log line.
@@ -83,6 +83,7 @@ def build(compiler: Compiler | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(library.with_suffix(".lock")):
         if not library.exists():
+            logger.info("building the C++ ops with %s, once on this machine", compiler.path)
             start = time.perf_counter()
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 os.replace(_compile(compiler, Path(scratch)), library)
