@@ -2,7 +2,7 @@
 
 python -m bench.host_overhead
 
-No model, no text: a Scheduler over a KVCacheManager, `fill` into an InputArena on the CPU, and made-up tokens.
+No model, no text: a Scheduler over a KVCacheManager, an InputFiller over an arena on the CPU, and made-up tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphs.inputs import InputArena
-from runtime.batch import fill
+from runtime.batch import InputFiller
 from runtime.memory.block import KVCacheBlock
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.request import Request
@@ -93,7 +93,7 @@ class DecodeLoop:
         self.scheduler = Scheduler(
             self.manager, max_num_seqs=batch, max_num_batched_tokens=capacity, max_model_len=capacity
         )
-        self.arena = InputArena(torch.device("cpu"))
+        self.filler = InputFiller(InputArena(torch.device("cpu")), self.manager)
         self.steps: list[StepSeconds] = []
         self.last_steps: list[StepSeconds] = []
         self._arrivals, self._tokens = itertools.count(), itertools.count()
@@ -142,7 +142,7 @@ class DecodeLoop:
         start = time.perf_counter()
         schedule = self.scheduler.schedule()
         scheduled = time.perf_counter()
-        fill(self.arena, schedule, self.manager)
+        self.filler.fill(schedule)
         filled = time.perf_counter()
         assert len(schedule.rows) == schedule.num_tokens == self.batch
         tokens = self._draw(schedule)

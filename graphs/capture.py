@@ -11,8 +11,9 @@ import shutil
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -100,8 +101,13 @@ class CapturedGraph:
             found = traced(inputs, cache.k, cache.v)
         arguments, results = self._first_call
         self._binding = _Binding(self.graphs[0], (*inputs, *cache.k, *cache.v), arguments, found, results)
+        self._binding.note_names(dict(_state(self._module)))
         del self._first_call
         self.seconds = time.perf_counter() - start
+
+    def rebind(self) -> None:
+        """Take the module's parameters and buffers anew: some may have been replaced by others of their size."""
+        self._binding.rebind(dict(_state(self._module)))
 
     def _compile(self, graph: fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
@@ -156,6 +162,16 @@ class _Binding:
                 self._sizes.append((index, *sizes[str(example)]))
         self._results = [next(i for i, result in enumerate(results) if result is output) for output in outputs]
 
+    def note_names(self, state: Mapping[str, Tensor]) -> None:
+        """Remember which constants are which of a module's parameters and buffers."""
+        names = {id(tensor): name for name, tensor in state.items()}
+        self._names = {index: names[id(c)] for index, c in enumerate(self._constants) if id(c) in names}
+
+    def rebind(self, state: Mapping[str, Tensor]) -> None:
+        """Replace those constants by the tensors that now have their names."""
+        for index, name in self._names.items():
+            self._constants[index] = state[name]
+
     def arguments(self, inputs: tuple[Tensor, ...]) -> list[Any]:
         """The flat arguments for a step's inputs and caches."""
         flat = self._constants.copy()
@@ -168,6 +184,11 @@ class _Binding:
     def outputs(self, results: Sequence[Any]) -> StepOutputs:
         """Our outputs among the graph's results."""
         return StepOutputs(*(results[index] for index in self._results))
+
+
+def _state(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer by name, those that are no part of the state dict too."""
+    return chain(module.named_parameters(), module.named_buffers())
 
 
 def example_inputs(device: torch.device) -> StepInputs:

@@ -33,6 +33,9 @@ class Executor(Protocol):
     def outcomes(self) -> list[RuleOutcome]:
         """What rules did to the graph."""
 
+    def rebind(self) -> None:
+        """Use the module's parameters as they are now: some may be other tensors."""
+
 
 class EagerExecutor:
     """Runs the adapted module uncompiled."""
@@ -42,6 +45,9 @@ class EagerExecutor:
     def __init__(self, module: AdaptedModel, cache: KVCache) -> None:
         self.outcomes: list[RuleOutcome] = []  # there is no graph
         self._module, self._cache = module, cache
+
+    def rebind(self) -> None:
+        """See Executor: the module is asked in each step."""
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> StepOutputs:
@@ -75,6 +81,10 @@ class CompiledExecutor:
     def outcomes(self) -> list[RuleOutcome]:
         """See Executor."""
         return self.graph.outcomes
+
+    def rebind(self) -> None:
+        """See Executor."""
+        self.graph.rebind()
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> StepOutputs:

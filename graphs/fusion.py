@@ -43,13 +43,13 @@ class GraphRule(Protocol):
 def fuse(graph: fx.Graph, rules: Iterable[GraphRule]) -> list[RuleOutcome]:
     """Apply every rule wherever it matches and verifies. Changes `graph`; returns what was done.
 
-    A rule is verified once per shapes of its inputs, since layers repeat.
+    A rule is verified once for what is the same but for its place, since layers repeat.
     """
-    outcomes = []
+    outcomes: list[RuleOutcome] = []
     for rule in rules:
         verdicts: dict[object, str | None] = {}
-        for fusion in rule.find(graph):
-            key = tuple(shape(node) for node in fusion.inputs)
+        for fusion in _found(rule, graph, outcomes):
+            key = _structure(fusion)
             if key not in verdicts:
                 verdicts[key] = _verify(fusion)
             failure = verdicts[key]
@@ -57,6 +57,33 @@ def fuse(graph: fx.Graph, rules: Iterable[GraphRule]) -> list[RuleOutcome]:
                 _apply(graph, fusion)
             outcomes.append(RuleOutcome(rule.name, _module(fusion.before), failure is None, failure or fusion.reason))
     return outcomes
+
+
+def _found(rule: GraphRule, graph: fx.Graph, outcomes: list[RuleOutcome]) -> Iterator[Fusion]:
+    """What a rule finds; should it stumble over a model's code, that is an outcome, and the rule ends there."""
+    places = rule.find(graph)
+    while True:
+        try:
+            fusion = next(places)
+        except StopIteration:
+            return
+        except Exception as error:
+            reason = f"matching could not go on: {type(error).__name__}: {error}"
+            outcomes.append(RuleOutcome(rule.name, "", False, reason))
+            return
+        yield fusion
+
+
+def _structure(fusion: Fusion) -> object:
+    """The inputs' sizes, and what is computed from them, constants included, but not where in the graph."""
+    numbers = {node: index for index, node in enumerate(fusion.inputs)}
+    between = _between(fusion)
+    lines = []
+    for node in fusion.before.graph.nodes:
+        if node in between:
+            numbers[node] = len(numbers)
+            lines.append((str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda n: f"#{numbers.get(n)}"))))
+    return tuple(shape(node) for node in fusion.inputs), tuple(lines)
 
 
 def value(node: Any) -> Tensor | None:

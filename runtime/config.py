@@ -126,6 +126,11 @@ class EngineConfig:
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         return device
 
+    def _has_own_product(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether linear layers will run through a provider of `linear` that is not PyTorch's own product."""
+        choice = select("linear", device, self.providers.get("linear"), dtype)
+        return self.applies("linear") and choice.provider != "reference"
+
     def resolve_dtype(self, stored: torch.dtype, device: torch.device, nbytes: int, memory: int) -> torch.dtype:
         """The dtype to run in. "auto" is the weights' own, except on a CPU that cannot multiply it.
 
@@ -142,7 +147,7 @@ class EngineConfig:
             device.type == "cpu"
             and stored.itemsize == 2
             and not cpu_multiplies(stored)
-            and select("linear", device, self.providers.get("linear"), stored).provider == "reference"
+            and not (stored == torch.bfloat16 and self._has_own_product(device, stored))
         )
         fits = nbytes * 4 // stored.itemsize <= memory // 2
         return torch.float32 if slow and fits else stored

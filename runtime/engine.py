@@ -372,6 +372,7 @@ class Engine:
         self._check_open()
         weights = source if isinstance(source, Mapping) else resolve(source, progress=self._progress)
         self._model.reload(weights, progress=self._progress)
+        self.runner.executor.rebind()
         self.scheduler.preempt_all()
         forgotten = self.scheduler.manager.reset_prefix_cache()
         assert forgotten, "preempted requests still held blocks"

@@ -42,9 +42,11 @@ class Processors:
 def use_threads(asked: int | None) -> int:
     """Let PyTorch compute with `asked` threads, or with what the process may use; returns the number.
 
-    $OMP_NUM_THREADS, if set, decides where None is asked for. Where there are more CPUs than threads, each worker stays
-    on a core of its own, if the C++ ops could be built. Side effects: torch.set_num_threads and the workers' affinity,
-    both for the whole process; one line in the log, as a warning if there are more threads than CPUs.
+    $OMP_NUM_THREADS, if set, decides where None is asked for. Where cores have several CPUs, all cores are used and no
+    quota shares them with others, each worker stays on a core of its own, if the C++ ops could be built.
+
+    Side effects: torch.set_num_threads and the workers' affinity, both for the whole process; one line in the log, as a
+    warning if there are more threads than CPUs.
     """
     found = processors()
     if asked is None and "OMP_NUM_THREADS" in os.environ:
@@ -53,8 +55,9 @@ def use_threads(asked: int | None) -> int:
         number, why = (found.num_threads, "one for each core") if asked is None else (asked, "as asked for")
         torch.set_num_threads(number)
     pinned = 0
-    if 1 < number <= len(found.cores) and number < found.num_cpus and problem() is None:
-        pinned = load().pin_workers([core[0] for core in found.cores[:number]])
+    # With fewer threads than cores others may compute beside us, and would choose the same cores.
+    if 1 < number == len(found.cores) < found.num_cpus and found.quota is None and problem() is None:
+        pinned = load().pin_workers([core[0] for core in found.cores])
     level = logging.WARNING if number > found.num_cpus else logging.INFO
     logger.log(level, "threads: %d, %s, of %s; %d workers on cores of their own", number, why, found, pinned)
     return number

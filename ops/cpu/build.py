@@ -5,6 +5,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -51,21 +52,22 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler: its path, and what `--version` prints."""
+    """A C++ compiler: the command that runs it, and what `--version` prints."""
 
-    path: str
+    command: tuple[str, ...]
     version: str
 
 
 def find_compiler() -> Compiler:
     """Return $CXX, or else the first of g++, c++ and clang++ on the PATH. Raises BuildError if there is none."""
     named = os.environ.get("CXX")
-    names = [named] if named else ["g++", "c++", "clang++"]
-    path = next(filter(None, map(shutil.which, names)), None)
-    if path is None:
-        where = f"$CXX names {named!r}, which is not there" if named else f"none of {', '.join(names)} is on the PATH"
+    commands = [tuple(shlex.split(named))] if named else [("g++",), ("c++",), ("clang++",)]
+    command = next((command for command in commands if command and shutil.which(command[0])), None)
+    if command is None:
+        tried = ", ".join(command[0] for command in commands if command)
+        where = f"$CXX names {named!r}, which is not there" if named else f"none of {tried} is on the PATH"
         raise BuildError(f"no C++ compiler: {where}. Install g++ 11 or newer (Debian: apt install g++), or set CXX.")
-    return Compiler(path, _run([path, "--version"]))
+    return Compiler(command, _run([*command, "--version"]))
 
 
 def build(compiler: Compiler | None = None) -> Path:
@@ -83,7 +85,7 @@ def build(compiler: Compiler | None = None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(library.with_suffix(".lock")):
         if not library.exists():
-            logger.info("building the C++ ops with %s, once on this machine", compiler.path)
+            logger.info("building the C++ ops with %s, once on this machine", compiler.command[0])
             start = time.perf_counter()
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 os.replace(_compile(compiler, Path(scratch)), library)
@@ -95,7 +97,7 @@ def supported_isas(compiler: Compiler) -> list[str]:
     """The instruction sets of ISA_FLAGS whose flags the compiler knows, by a run of it for each of BFLOAT16_ISAS."""
 
     def is_known(isa: str) -> bool:
-        command = [compiler.path, *ISA_FLAGS[isa], "-fsyntax-only", "-x", "c++", os.devnull]
+        command = [*compiler.command, *ISA_FLAGS[isa], "-fsyntax-only", "-x", "c++", os.devnull]
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
     return [isa for isa in ISA_FLAGS if isa not in BFLOAT16_ISAS or is_known(isa)]
@@ -125,7 +127,7 @@ def compile_commands(compiler: Compiler, objects: Path, isas: Sequence[str]) -> 
             variants = {source.stem: kernel_flags(kind)}
         for name, flags in variants.items():
             target = objects / f"{name}.o"
-            commands[target] = [compiler.path, *_FLAGS, *flags, "-c", str(source), "-o", str(target)]
+            commands[target] = [*compiler.command, *_FLAGS, *flags, "-c", str(source), "-o", str(target)]
     return commands
 
 
@@ -133,13 +135,14 @@ def _compile(compiler: Compiler, scratch: Path) -> Path:
     """Compile and link in folder `scratch`; returns the library there."""
     commands = compile_commands(compiler, scratch, supported_isas(compiler))
     # The kernels take longest, so they start first.
+    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     order = sorted(commands.values(), key=lambda command: "-O3" not in command)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(num_cpus) as pool:
         list(pool.map(_run, order))
     library = scratch / "library.so"
     # Without an rpath: where this is loaded, torch's library of that name already is.
     libraries = f"-L{Path(torch.__file__).parent / 'lib'}"
-    _run([compiler.path, "-shared", *map(str, commands), libraries, "-ltorch_cpu", "-o", str(library)])
+    _run([*compiler.command, "-shared", *map(str, commands), libraries, "-ltorch_cpu", "-o", str(library)])
     return library
 
 

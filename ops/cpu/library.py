@@ -131,7 +131,7 @@ def self_check_error() -> float:
                 x = (torch.randn(rows, 601, generator=generator) / 25).to(x_dtype)
                 out = overload("linear", "cpu")(x, weight, bias.to(x_dtype))
                 compare(out, reference.linear(x.float(), weight, bias.float()))
-        experts, ends = torch.stack([weight, -weight, 2 * weight]), torch.tensor([2, 2, 70], dtype=torch.int32)
+        experts, ends = torch.stack([weight, -weight, weight.flip(0)]), torch.tensor([2, 2, 70], dtype=torch.int32)
         compare(overload("grouped_linear", "cpu")(x, experts, ends), reference.grouped_linear(x.float(), experts, ends))
         gamma, *rope = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((86,), (3, 70), (3, 70)))
         for x_dtype in {torch.float32, dtype}:

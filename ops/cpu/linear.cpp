@@ -105,7 +105,7 @@ bool has_bfloat16_products() {
 #if defined(__x86_64__)
   return __builtin_cpu_supports("avx512bf16");
 #else
-  return false;
+  return true;  // of ARM's, torch knows more than we do
 #endif
 }
 
@@ -119,11 +119,12 @@ bool has_bfloat16_products() {
 // the weight where it is, and adds up a row in one order, however many there are.
 bool torch_wins(Element x, Element weight, int64_t weight_size) {
   if (x != weight) return false;  // torch multiplies no two dtypes
-  if (weight == BFLOAT16) return isa() >= AVX512 && isa() != AMX && has_bfloat16_products();
+  if (weight == BFLOAT16) return isa() != AVX2 && isa() != AMX && has_bfloat16_products();
   return isa() != AVX2 || weight_size < 1 << 21;
 }
 
-Tensor torch_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+Tensor torch_linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
+  if (bias && bias->scalar_type() != weight.scalar_type()) bias = torch::stable::to(*bias, weight.scalar_type());
   StableIValue stack[] = {torch::stable::detail::from(x), torch::stable::detail::from(weight),
                           torch::stable::detail::from(bias)};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack, TORCH_ABI_VERSION));

@@ -54,6 +54,14 @@ INLINE Vector max(Vector a, Vector b) { return a > b ? a : b; }
 
 // Halves of a vector added until four lanes are left.
 typedef float Quad __attribute__((vector_size(16)));
+typedef int32_t QuadInts __attribute__((vector_size(16)));
+
+// Four lanes of two quads, which are counted from 0 to 7. GCC has clang's name for it from 12 on.
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, QuadInts{__VA_ARGS__})
+#endif
 
 INLINE float reduce_add(Vector v) {
   Quad parts[LANES / 4];
@@ -79,11 +87,9 @@ INLINE void reduce_add(const Vector (&v)[N], float* totals) {
       }
       quads[j] = parts[0];
     }
-    const Quad low = __builtin_shufflevector(quads[0], quads[1], 0, 1, 4, 5) +
-                     __builtin_shufflevector(quads[0], quads[1], 2, 3, 6, 7);
-    const Quad high = __builtin_shufflevector(quads[2], quads[3], 0, 1, 4, 5) +
-                      __builtin_shufflevector(quads[2], quads[3], 2, 3, 6, 7);
-    const Quad sums = __builtin_shufflevector(low, high, 0, 2, 4, 6) + __builtin_shufflevector(low, high, 1, 3, 5, 7);
+    const Quad low = SHUFFLE(quads[0], quads[1], 0, 1, 4, 5) + SHUFFLE(quads[0], quads[1], 2, 3, 6, 7);
+    const Quad high = SHUFFLE(quads[2], quads[3], 0, 1, 4, 5) + SHUFFLE(quads[2], quads[3], 2, 3, 6, 7);
+    const Quad sums = SHUFFLE(low, high, 0, 2, 4, 6) + SHUFFLE(low, high, 1, 3, 5, 7);
     memcpy(totals + i, &sums, sizeof(sums));
   }
 }

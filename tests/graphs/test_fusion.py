@@ -5,7 +5,7 @@ Nothing is compiled: the graphs that Dynamo captures run as they are, before and
 
 import copy
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,7 +19,7 @@ from torch._dynamo.decorators import mark_unbacked
 from transformers import PretrainedConfig, PreTrainedModel
 
 from graphs.capture import example_inputs
-from graphs.fusion import fuse
+from graphs.fusion import Fusion, fuse
 from graphs.inputs import InputArena, StepSizes
 from graphs.kv_cache import KVCache
 from graphs.rules import GRAPH_RULES
@@ -425,3 +425,34 @@ def test_halves_in_any_spelling_and_order_of_the_product(
 )
 def test_what_is_not_a_gated_activation_is_left(other: Callable[[Tensor], Any]) -> None:
     assert fused(other, torch.randn(9, 16)) == []
+
+
+def test_a_rule_that_stumbles_over_a_graph_is_an_outcome() -> None:
+    class Stumbling:
+        name = "stumbling"
+
+        def find(self, graph: fx.Graph) -> Iterator[Fusion]:
+            raise IndexError("no such argument")
+            yield
+
+    graph, outcomes = rewritten(family("llama").graph, [Stumbling(), *rules()])
+    first = outcomes[0]
+    assert (first.rule, first.applied) == ("stumbling", False)
+    assert first.reason == "matching could not go on: IndexError: no such argument"
+    assert applied(outcomes) == APPLIED["llama"]
+    assert ours(graph) == ours(rewritten(family("llama").graph, rules())[0])
+
+
+def test_another_constant_is_verified_on_its_own() -> None:
+    """The op is wrong for one of two epsilons only; shapes are equal."""
+
+    def norms(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        first = CHOICES["rms_norm"].overload(x + y, weight, 1e-6, 0.0)
+        return CHOICES["rms_norm"].overload(first + y, weight, 0.5, 0.0)
+
+    def wrong(x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float) -> Any:
+        return CHOICES["add_rms_norm"].overload(x, y, weight, min(eps, 1e-6), offset)
+
+    graph, _ = captured(norms, torch.randn(3, 8), torch.randn(3, 8), torch.randn(8))
+    _, outcomes = rewritten(graph, [GRAPH_RULES["add_rms_norm"](with_overload("add_rms_norm", wrong))])
+    assert [outcome.applied for outcome in outcomes] == [True, False]

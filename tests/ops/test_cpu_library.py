@@ -157,7 +157,7 @@ def test_every_instruction_set_of_the_machine_passes_the_self_check(library):
 
 
 def test_every_kernel_is_compiled_for_every_instruction_set(tmp_path):
-    names = {path.name for path in compile_commands(building.Compiler("c++", ""), tmp_path, list(ISA_FLAGS))}
+    names = {path.name for path in compile_commands(building.Compiler(("c++",), ""), tmp_path, list(ISA_FLAGS))}
     kernels = [path.stem for path in SOURCES.glob("*_kernels.cpp")]
     assert {f"{kernel}_{isa}.o" for kernel in kernels for isa in ISA_FLAGS if isa not in BFLOAT16_ISAS} <= names
     assert {f"linear_{isa}.o" for isa in BFLOAT16_ISAS} & names == {
@@ -219,3 +219,10 @@ def test_the_choice_can_be_capped(library):
 def test_threads_are_those_of_torch(library):
     """It brings no OpenMP of its own: its parallel loops run in torch's."""
     assert b"gomp" not in Path(library.path).read_bytes()
+
+
+def test_cxx_may_be_a_command_with_arguments(monkeypatch):
+    monkeypatch.setenv("CXX", "env c++")
+    compiler = building.find_compiler()
+    assert compiler.command == ("env", "c++")
+    assert compiler.version == building.Compiler(("c++",), building._run(["c++", "--version"])).version

@@ -238,3 +238,9 @@ def test_offsets_that_do_not_rise_to_the_rows_are_refused(grouped, ends):
 def test_opcheck_of_grouped_linear(grouped):
     args = (torch.randn(4, 8), torch.randn(2, 3, 8), torch.tensor([1, 4], dtype=torch.int32))
     torch.library.opcheck(grouped, args)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65])
+def test_a_bias_may_be_of_another_dtype(linear, rows):
+    x, weight, bias = random(rows, 40), random(9, 40), random(9, dtype=torch.bfloat16)
+    assert_within_budget(linear(x, weight, bias), x, weight, bias)

@@ -69,6 +69,7 @@ CASES = {
     "sample_bfloat16": ("sample", sample_args(3, masked=0, dtype=torch.bfloat16)),
     "sample_one": ("sample", sample_args(1)),
     "linear": ("linear", (torch.randn(2, 3, 8), torch.randn(5, 8), torch.randn(5))),
+    "grouped_linear": ("grouped_linear", (torch.randn(4, 8), torch.randn(2, 5, 8), torch.tensor([1, 4]))),
     "linear_mixed": ("linear", (torch.randn(3, 16)[:, ::2], torch.randn(5, 8, dtype=torch.bfloat16), None)),
 }
 
@@ -105,6 +106,7 @@ def test_mutation_is_declared_and_nothing_is_returned():
         "swap_blocks": ["dst"],
         "sample": [],
         "linear": [],
+        "grouped_linear": [],
         "rms_norm": [],
         "add_rms_norm": [],
         "silu_and_mul": [],

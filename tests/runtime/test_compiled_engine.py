@@ -1,5 +1,6 @@
 """The engine over the captured graph: every family traced in one piece, one family through the real compiler."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -65,3 +66,21 @@ def test_the_default_backend_from_end_to_end(
         forked = engine.generate(PROMPTS[0], SamplingParams(n=3, seed=1, max_tokens=5), progress=False)[0]
         assert len(forked.outputs) == 3
         assert engine.stats().num_recompiles == 0
+
+
+def test_new_weights_reach_the_compiled_graph(
+    tiny_model: Callable[..., PreTrainedModel], hf_greedy: Callable[..., list[int]], monkeypatch
+) -> None:
+    """A module in memory keeps its own weights, so the engine's become other tensors."""
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", lambda graph, example: graph.forward)
+    model, other = tiny_model("llama"), copy.deepcopy(tiny_model("llama"))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.copy_(parameter.flip(0))
+    with runtime.compile(model, **knobs()) as engine:
+        serve(engine, model, hf_greedy)
+        engine.load_weights(other.state_dict())
+        for prompt in PROMPTS:
+            expected = other.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)[0, len(prompt) :]
+            assert engine.generate(prompt, GREEDY, progress=False)[0].outputs[0].token_ids == expected.tolist()
+        assert expected.tolist() != hf_greedy(model, PROMPTS[-1], 10)

@@ -105,7 +105,7 @@ def test_a_given_dtype_is_taken(dtype: str | torch.dtype) -> None:
         ({"dtype": "int8"}, "dtype must be 'auto' or one of float32"),
         (
             {"rules": "linear"},
-            r"rules must be None \(all\) or a list of names from merge_qkv, .*rope_write_kv; not 'linear'",
+            r"rules must be None \(all\) or a list of names from merge_qkv, .*grouped_linear; not 'linear'",
         ),
         ({"rules": ["linear", "fuse"]}, "rules must be .* linear, rms_norm, add_rms_norm, .*; not 'fuse'"),
         ({"rules": True}, "rules must be .*; not True"),

@@ -89,3 +89,24 @@ def test_more_threads_than_cpus_are_warned_of(threads_restored, caplog):
     number = processors().num_cpus + 1
     assert use_threads(number) == number
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+SMT = ((0, 2), (1, 3))  # two cores of two CPUs
+
+
+def test_workers_are_pinned_only_where_every_core_is_theirs(threads_restored, monkeypatch):
+    pinned = []
+
+    class Library:
+        def pin_workers(self, cpus):
+            pinned.append(cpus)
+            return len(cpus) - 1
+
+    monkeypatch.setattr("runtime.threads.problem", lambda: None)
+    monkeypatch.setattr("runtime.threads.load", Library)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    found, shared, single = (Processors(c, q) for c, q in ((SMT, None), (SMT, 1.5), (((0,), (1,)), None)))
+    for machine, asked in ((found, None), (found, 1), (shared, 2), (single, 2)):
+        monkeypatch.setattr("runtime.threads.processors", lambda machine=machine: machine)
+        use_threads(asked)
+    assert pinned == [[0, 1]]
