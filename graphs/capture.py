@@ -30,7 +30,8 @@ from models.step_inputs import FIELDS, StepInputs, StepOutputs
 from ops.cache_folder import cache_folder
 
 # Sizes to trace with. Every dynamic one is marked as unbacked, so that no guard can depend on its value.
-EXAMPLE_SIZES = StepSizes(tokens=13, sequences=3, table_width=5, rows=6, masked=2, previous_rows=9)
+EXAMPLE_SIZES = StepSizes(tokens=13, sequences=3, table_width=5, rows=6, masked=2)
+EXAMPLE_PREVIOUS_ROWS = 9
 
 
 def compiler_missing(device: torch.device) -> str | None:
@@ -88,7 +89,7 @@ class CapturedGraph:
         start = time.perf_counter()
         traced = torch.compile(
             _own_function(self._module),
-            backend=self._compile,
+            backend=lambda graph, example: self._compile(graph, example, device),
             fullgraph=True,
             options={"guard_filter_fn": torch.compiler.skip_all_guards_unsafe},  # it is called only once
         )
@@ -109,10 +110,10 @@ class CapturedGraph:
         """Take the module's parameters and buffers anew: some may have been replaced by others of their size."""
         self._binding.rebind(dict(_state(self._module)))
 
-    def _compile(self, graph: fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
+    def _compile(self, graph: fx.GraphModule, example: list[Any], device: torch.device) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
-        self.outcomes = fuse(graph.graph, self._rules)
+        self.outcomes = fuse(graph.graph, self._rules, device)
         graph.recompile()
         self.graphs.append(graph)
         self._bar.set_description(f"compile: inductor, {len(graph.graph.nodes)} nodes")
@@ -197,7 +198,7 @@ def example_inputs(device: torch.device) -> StepInputs:
     Marked unbacked, dimensions of one name as one symbol: the graph is then the same for sizes of 0, 1 and more. (With
     `mark_dynamic`, the compiler's view of a strided tensor guards that T is above 1, and T = 1 gets a second graph.)
     """
-    arena = InputArena(device)
+    arena = InputArena(device, torch.zeros(EXAMPLE_PREVIOUS_ROWS, dtype=torch.int64, device=device))
     arena.carve(EXAMPLE_SIZES).seq_lens.fill_(1)
     inputs = arena.upload()
     for tensor, (_, dims) in zip(inputs, FIELDS.values(), strict=True):

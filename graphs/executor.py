@@ -11,6 +11,7 @@ import torch
 
 from graphs.capture import CapturedGraph, compiler_missing
 from graphs.fusion import GraphRule
+from graphs.inputs import StepSizes
 from graphs.kv_cache import KVCache
 from models.adapted import AdaptedModel
 from models.report import RuleOutcome
@@ -20,10 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
-    """Runs steps over the caches it was made with."""
+    """Runs steps over one pair of caches at a time."""
+
+    def padded(self, sizes: StepSizes) -> StepSizes:
+        """The sizes that the inputs of a step are to be filled at: its own, or larger ones."""
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        """Run one step. Side effect: the caches. Outputs are on the inputs' device."""
+        """Run one step. Side effect: the caches. Outputs are on the inputs' device; the next run may overwrite them."""
+
+    def use(self, cache: KVCache) -> None:
+        """Run over other caches from now on: like those before, but for the number of their blocks."""
 
     @property
     def num_recompiles(self) -> int:
@@ -45,6 +52,14 @@ class EagerExecutor:
     def __init__(self, module: AdaptedModel, cache: KVCache) -> None:
         self.outcomes: list[RuleOutcome] = []  # there is no graph
         self._module, self._cache = module, cache
+
+    def padded(self, sizes: StepSizes) -> StepSizes:
+        """See Executor: any sizes do."""
+        return sizes
+
+    def use(self, cache: KVCache) -> None:
+        """See Executor."""
+        self._cache = cache
 
     def rebind(self) -> None:
         """See Executor: the module is asked in each step."""
@@ -81,6 +96,14 @@ class CompiledExecutor:
     def outcomes(self) -> list[RuleOutcome]:
         """See Executor."""
         return self.graph.outcomes
+
+    def padded(self, sizes: StepSizes) -> StepSizes:
+        """See Executor: any sizes do."""
+        return sizes
+
+    def use(self, cache: KVCache) -> None:
+        """See Executor."""
+        self._cache = cache
 
     def rebind(self) -> None:
         """See Executor."""

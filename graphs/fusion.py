@@ -40,10 +40,11 @@ class GraphRule(Protocol):
         """Yield the places, each after the one before it was applied or skipped."""
 
 
-def fuse(graph: fx.Graph, rules: Iterable[GraphRule]) -> list[RuleOutcome]:
+def fuse(graph: fx.Graph, rules: Iterable[GraphRule], device: torch.device) -> list[RuleOutcome]:
     """Apply every rule wherever it matches and verifies. Changes `graph`; returns what was done.
 
-    A rule is verified once for what is the same but for its place, since layers repeat.
+    A rule is verified once for what is the same but for its place, since layers repeat, and on the device that the
+    graph is for: its ops may run nowhere else.
     """
     outcomes: list[RuleOutcome] = []
     for rule in rules:
@@ -51,7 +52,7 @@ def fuse(graph: fx.Graph, rules: Iterable[GraphRule]) -> list[RuleOutcome]:
         for fusion in _found(rule, graph, outcomes):
             key = _structure(fusion)
             if key not in verdicts:
-                verdicts[key] = _verify(fusion)
+                verdicts[key] = _verify(fusion, device)
             failure = verdicts[key]
             if failure is None:
                 _apply(graph, fusion)
@@ -131,14 +132,14 @@ def _between(fusion: Fusion) -> set[fx.Node]:
     return found
 
 
-def _verify(fusion: Fusion) -> str | None:
+def _verify(fusion: Fusion, device: torch.device) -> str | None:
     """What speaks against a fusion, a verification that cannot run included.
 
     Both run in float32 on random inputs; what they leave in their inputs is compared too.
     """
     try:
         inputs = _random_inputs(fusion.inputs) if fusion.example is None else fusion.example()
-        first, second = ([tensor.clone() for tensor in inputs] for _ in range(2))
+        first, second = ([tensor.to(device, copy=True) for tensor in inputs] for _ in range(2))
         with torch.no_grad():
             expected = _run(dict(zip(fusion.inputs, first, strict=True)), (*fusion.erased, *fusion.outputs))
             found = fusion.replacement(*second)

@@ -49,7 +49,9 @@ class KVCache:
 
     def copy_blocks(self, src_dst: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks in all layers, in one call; pairs of block ids. Side effect: the destination blocks."""
-        self._copy(self.tensors, torch.tensor(src_dst, dtype=torch.int64, device=self.k[0].device))
+        device = self.k[0].device
+        pairs = torch.tensor(src_dst, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._copy(self.tensors, pairs.to(device, non_blocking=True))  # pinned: nothing waits for the device
 
 
 def usable_memory(device: torch.device) -> int:
@@ -104,17 +106,19 @@ def num_blocks_for_memory(
     device: torch.device,
     utilization: float,
     weight_bytes: int,
+    needed: int,
     max_tokens: int,
 ) -> int:
     """Number of blocks (the null block included) that a pool may have, by memory and by what could ever be used.
 
-    On a CPU: min(utilization * usable memory - weights, max_tokens, 4 GiB); on a GPU without the last bound, what other
-    processes hold being taken off. Raises ValueError if not even one usable block fits.
+    On a CPU: min(utilization * usable memory - weights, max_tokens, 4 GiB); on a GPU without the last bound, less what
+    is in use there (weights, other processes) and what is `needed` besides. Raises ValueError if not even one usable
+    block fits.
     """
     budget = int(utilization * usable_memory(device))
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        budget -= total - free
+        budget -= total - free + needed
     else:
         budget = min(budget - weight_bytes, CPU_POOL_BYTES)
     bytes_per_block = plan.bytes_per_token(dtype.itemsize) * block_size

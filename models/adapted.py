@@ -114,7 +114,7 @@ def adapt(
     verdict = Verdict.PROVEN if architecture in PROVEN else Verdict.UNPROVEN
     source = on_meta(model)
     chosen = [make(choices) for name, make in RULES.items() if rules is None or name in rules]
-    stacks, outcomes = apply_rules(model, seen, chosen)
+    stacks, outcomes = apply_rules(model, seen, chosen, device)
     step = AttentionStep(seen.plan, choices["paged_attention"], choices["write_kv"])
     for site in seen.plan.sites:
         bind(model.get_submodule(site.module), step)

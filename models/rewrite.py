@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -43,8 +44,9 @@ class Rule(Protocol):
     def apply(self, module: nn.Module, members: tuple[str, ...]) -> list[Stack]:
         """Rewrite one module in place; new parameters are on the meta device. Returns stacks relative to it."""
 
-    def verify(self, model: PreTrainedModel, probe: Probe, rewrite: Rewrite) -> str | None:
-        """Compare rewritten and original on random weights; return what differs, or None if nothing does."""
+    def verify(self, model: PreTrainedModel, probe: Probe, rewrite: Rewrite, device: torch.device) -> str | None:
+        """Compare rewritten and original on random weights, on the device that the model is for; return what differs,
+        or None if nothing does."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,10 @@ class LoadPlan:
         return found
 
 
-def apply_rules(model: PreTrainedModel, probe: Probe, rules: Sequence[Rule]) -> tuple[list[Stack], list[RuleOutcome]]:
-    """Apply every rule wherever it matches and verifies. Changes `model`, which must be ours.
+def apply_rules(
+    model: PreTrainedModel, probe: Probe, rules: Sequence[Rule], device: torch.device
+) -> tuple[list[Stack], list[RuleOutcome]]:
+    """Apply every rule wherever it matches and verifies, on `device`. Changes `model`, which must be ours.
 
     A rule is verified once per shape of its module, since layers repeat. Returns what to load where, and the outcomes.
     """
@@ -82,7 +86,7 @@ def apply_rules(model: PreTrainedModel, probe: Probe, rules: Sequence[Rule]) -> 
             if rewrite.applies:
                 key = _shape_key(module, rewrite.members)
                 if key not in verdicts:
-                    verdicts[key] = _verify(rule, model, probe, rewrite)
+                    verdicts[key] = _verify(rule, model, probe, rewrite, device)
                 failure = verdicts[key]
             if failure is None:
                 stacks += [_under(rewrite.module, stack) for stack in rule.apply(module, rewrite.members)]
@@ -90,10 +94,10 @@ def apply_rules(model: PreTrainedModel, probe: Probe, rules: Sequence[Rule]) -> 
     return stacks, outcomes
 
 
-def _verify(rule: Rule, model: PreTrainedModel, probe: Probe, rewrite: Rewrite) -> str | None:
+def _verify(rule: Rule, model: PreTrainedModel, probe: Probe, rewrite: Rewrite, device: torch.device) -> str | None:
     """What speaks against a rule, a verification that cannot run included: a rule is never worth a model."""
     try:
-        return rule.verify(model, probe, rewrite)
+        return rule.verify(model, probe, rewrite, device)
     except Exception as error:
         return f"verification could not run: {type(error).__name__}: {error}"
 

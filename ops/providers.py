@@ -20,8 +20,9 @@ class Provider:
     """What one provider of an op can serve.
 
     devices: device types ("cpu", "cuda"), None for every one. dtypes: of the activations, None for every one.
-    priority: the highest of those that serve a device is chosen. prepare: makes the overload callable when the provider
-    is first about to be chosen (it may run a compiler), and returns why that cannot be, or None.
+    priority: the highest of those that serve a device is chosen; one below 0 only when asked for. prepare: makes the
+    overload callable when the provider is first about to be chosen (it may run a compiler), and returns why that cannot
+    be, or None.
     """
 
     devices: frozenset[str] | None
@@ -65,10 +66,11 @@ def select(op: str, device: torch.device, override: str | None = None, dtype: to
         raise ValueError(f"unknown op {op!r}; the ops are {sorted(REGISTRY)}")
     providers = REGISTRY[op]
     usable = [name for name, provider in providers.items() if provider.serves(device, dtype)]
+    choosable = [name for name in usable if providers[name].priority >= 0]
     on = device.type if dtype is None else f"{device.type} with {str(dtype).removeprefix('torch.')}"
     if override is None:
-        name, reason = _first_prepared(op, usable)
-        return Choice(op, name, reason or f"highest priority on {on} among {sorted(usable)}", overload(op, name))
+        name, reason = _first_prepared(op, choosable)
+        return Choice(op, name, reason or f"highest priority on {on} among {sorted(choosable)}", overload(op, name))
     if override not in providers:
         raise ValueError(f"unknown provider {override!r} of {op}; on {on} there are {sorted(usable)}")
     if override not in usable:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,10 @@ def compile(
     providers: Mapping[str, str] | None = None,
     rules: Collection[str] | None = None,
     num_threads: int | None = None,
+    cuda_graphs: bool | str | None = None,
+    cudagraph_capture_sizes: Sequence[int] | None = None,
+    async_scheduling: bool | None = None,
+    debug: bool = False,
     verify: bool = False,
     progress: bool = True,
     **unknown: Any,
@@ -106,6 +110,14 @@ def compile(
             needed: without any, the model runs as Hugging Face wrote it, over the paged cache.
         num_threads: CPU threads that compute; None: the physical cores that this process may use, by its affinity mask
             and its cgroup's quota. It is PyTorch's number for the whole process (torch.set_num_threads).
+        cuda_graphs: replay decode steps from CUDA graphs. None: on a GPU; "lazy": serve at once and capture each batch
+            size between steps, once it has been missed. (On a CPU True imitates them, for tests of what uses them.)
+        cudagraph_capture_sizes: the batch sizes that are captured; a batch is padded to the next one, and one beyond
+            the last runs uncaptured. None: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, then by 8 to 128, and by 16 to
+            max_num_seqs or 512.
+        async_scheduling: launch a decode step before the tokens of the one before it are known, so that the host's work
+            on the one falls into the device's on the other. Outputs are equal. None: on a GPU.
+        debug: each replay of a graph checks that its inputs lie where they lay when it was captured.
         verify: run the acceptance test on a small random copy of the architecture first (chunked prefill and decode,
             mixed with other requests, against Hugging Face eager), and refuse the model if it differs.
         progress: bars on stderr.
@@ -138,5 +150,9 @@ def compile(
         providers=providers or {},
         rules=rules,
         num_threads=num_threads,
+        cuda_graphs=cuda_graphs,
+        cudagraph_capture_sizes=cudagraph_capture_sizes,
+        async_scheduling=async_scheduling,
+        debug=debug,
     )
     return Engine(model, tokenizer, config, verify=verify, progress=progress)

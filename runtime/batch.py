@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from graphs.inputs import InputArena, StepSizes
-from models.step_inputs import StepInputs
+from graphs.inputs import InputArena, StepSizes, fill_padding
+from models.step_inputs import FIELDS, StepInputs
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.request import Request
 from runtime.schedule import Schedule, ScheduledRow
@@ -14,17 +16,25 @@ _MAX_FLOAT32, _MAX_INT32 = float(np.finfo(np.float32).max), np.iinfo(np.int32).m
 
 
 class InputFiller:
-    """Fills the inputs of step after step into an arena.
+    """Fills the inputs of step after step into an arena, at the sizes that `padded` makes of a step's own.
 
     A decode step of the very requests of the step before differs in few fields, and only these are written: after a
     forward pass has streamed the weights through the machine's caches, every touch of Python's objects costs.
     """
 
-    def __init__(self, arena: InputArena, manager: KVCacheManager) -> None:
-        self._arena, self._manager = arena, manager
+    def __init__(
+        self, arena: InputArena, manager: KVCacheManager, padded: Callable[[StepSizes], StepSizes] = lambda sizes: sizes
+    ) -> None:
+        self._arena, self._manager, self._padded = arena, manager, padded
         self._sizes: StepSizes | None = None  # of the last step, if one may be continued
+        self._own_sizes: StepSizes  # before they were padded
         self._rows: list[tuple[Request, int]] = []  # its requests, and how often each had been preempted
         self._starts: list[int] = []  # where each would go on
+        self._table_width = 0  # columns that its tables have
+
+    def forget(self) -> None:
+        """Continue nothing: the arena has been written by others."""
+        self._sizes = None
 
     def fill(self, schedule: Schedule) -> StepInputs:
         """Write the step's inputs and return the device's tensors. Side effect: the arena's content.
@@ -43,25 +53,28 @@ class InputFiller:
     def _continues(self, rows: list[ScheduledRow], sizes: StepSizes) -> bool:
         """Advance the inputs of the last step, which had `sizes`, by one token each, if that is what this one is."""
         starts = [row.start for row in rows]
-        if starts != self._starts or self._manager.num_blocks_for(max(starts) + 1) != sizes.table_width:
+        if starts != self._starts or self._manager.num_blocks_for(max(starts) + 1) > self._table_width:
             return False
         for row, (request, num_preemptions) in zip(rows, self._rows, strict=True):
             same = row.request is request and request.num_preemptions == num_preemptions
-            if not same or row.num_tokens != 1 or row.num_draws != 1 or request.masked_token_ids():
+            if not same or row.num_tokens != 1 or row.num_draws != 1 or request.masked_token_ids(row.start + 1):
                 return False
+        if self._padded(self._own_sizes) != sizes:  # a graph that was not there yet
+            return False
         self._starts = [start + 1 for start in starts]
-        host, size = self._arena.carve(sizes), self._manager.block_size
-        host.input_ids.numpy()[:] = [row.request.token_ids[row.start] for row in rows]
-        host.noise_position.numpy()[:] = [len(row.request.token_ids) for row in rows]
-        positions = host.positions.numpy()
+        host, size, count = self._arena.carve(sizes), self._manager.block_size, len(rows)
+        host.input_ids.numpy()[:count] = [_token(row) for row in rows]
+        host.prev_row.numpy()[:count] = [row.previous_draw for row in rows]
+        positions = host.positions.numpy()[:count]
         positions += 1
-        seq_lens = host.seq_lens.numpy()
+        seq_lens = host.seq_lens.numpy()[:count]
         seq_lens += 1
+        host.noise_position.numpy()[:count] = seq_lens
         # Of a table only the block that is written can be another one: a new one, or a copy on write.
         last = [self._manager.block_ids(row.request)[row.start // size] for row in rows]
         table = host.block_table.numpy()[0]
-        table[np.arange(len(rows)), positions // size] = last
-        host.slot_mapping.numpy()[0] = np.array(last, dtype=np.int64) * size + positions % size
+        table[np.arange(count), positions // size] = last
+        host.slot_mapping.numpy()[0, :count] = np.array(last, dtype=np.int64) * size + positions % size
         return True
 
     def _write(self, schedule: Schedule) -> StepSizes | None:
@@ -70,22 +83,48 @@ class InputFiller:
         lengths = np.array([row.num_tokens for row in rows])
         stops = np.array([row.start for row in rows]) + lengths
         sampled = [row for row in rows if row.num_draws]
-        masked = [row.request.masked_token_ids() for row in sampled]
-        sizes = StepSizes(
+        masked = [row.request.masked_token_ids(row.start + row.num_tokens) for row in sampled]
+        own = StepSizes(
             tokens=schedule.num_tokens,
             sequences=len(rows),
             table_width=self._manager.num_blocks_for(int(stops.max())),
             rows=max(1, schedule.num_draws),
             masked=max(1, *map(len, masked)) if any(masked) else 1,
         )
+        sizes = self._padded(own)
         host = self._arena.carve(sizes)
+        if sizes.sequences > len(rows):
+            fill_padding(host, len(rows))
+        host = _first(host, own)
         _fill_tokens(host, rows, lengths, stops, self._manager)
         _fill_sampling(host, sampled, masked)
         # Beams change whole tables, and ids are masked for some steps only.
         plain = not any(masked) and all(row.num_draws == 1 and row.request.lead.search is None for row in rows)
         self._rows = [(row.request, row.request.num_preemptions) for row in rows]
         self._starts = stops.tolist()
-        return sizes if plain and sizes.tokens == len(rows) else None
+        self._own_sizes, self._table_width = own, sizes.table_width
+        return sizes if plain and own.tokens == len(rows) else None
+
+
+def _token(row: ScheduledRow) -> int:
+    """The one token of a row; 0 for one that is still being drawn, which the device takes from `previous_draw`."""
+    return row.request.token_ids[row.start] if row.previous_draw < 0 else 0
+
+
+def _first(host: StepInputs, own: StepSizes) -> StepInputs:
+    """The part of padded inputs that a step of the sizes `own` fills. Tables and masked ids keep their columns."""
+    counts = {"T": own.tokens, "B": own.sequences, "B+1": own.sequences + 1, "L": own.rows}
+    fields = zip(StepInputs._fields, host, FIELDS.values(), strict=True)
+    return StepInputs(
+        *(
+            tensor
+            if name == "prev_tokens"
+            else tensor[:, : counts[dims[1]]]
+            if dims[0] == "G"
+            else tensor[: counts[dims[0]]]
+            for name, tensor, (_, dims) in fields
+        )
+    )
 
 
 def _fill_tokens(
@@ -95,7 +134,7 @@ def _fill_tokens(
     ends = np.cumsum(lengths)
     owner = np.repeat(np.arange(len(rows)), lengths)
     if len(rows) == len(owner):
-        tokens = [row.request.token_ids[row.start] for row in rows]
+        tokens = [_token(row) for row in rows]
     else:
         tokens = [token for row in rows for token in row.request.token_ids[row.start : row.start + row.num_tokens]]
     host.input_ids.numpy()[:] = tokens
@@ -111,8 +150,7 @@ def _fill_tokens(
         line[:width] = manager.block_ids(row.request)[:width]
     block, offset = np.divmod(positions, manager.block_size)
     host.slot_mapping.numpy()[0] = table[owner, block].astype(np.int64) * manager.block_size + offset
-    host.prev_row.numpy()[:] = -1
-    host.prev_tokens.numpy()[:] = 0
+    host.prev_row.numpy()[:] = np.array([row.previous_draw for row in rows])[owner]
     draws = np.array([row.num_draws for row in rows])
     host.logits_indices.numpy()[:] = np.repeat(ends - 1, draws) if draws.any() else 0
 
@@ -124,14 +162,14 @@ def _fill_sampling(host: StepInputs, sampled: list[ScheduledRow], masked: list[t
     if not sampled:
         host.temperature.numpy()[:] = 0
         return
-    draws: list[Request] = [row.request for row in sampled for _ in range(row.num_draws)]
-    params = [request.params for request in draws]
+    drawing = [row for row in sampled for _ in range(row.num_draws)]
+    params = [row.request.params for row in drawing]
     host.temperature.numpy()[:] = [min(one.temperature, _MAX_FLOAT32) for one in params]
     host.top_k.numpy()[:] = [min(one.top_k, _MAX_INT32) for one in params]
     host.top_p.numpy()[:] = [one.top_p for one in params]
     host.min_p.numpy()[:] = [one.min_p for one in params]
     host.noise_key.numpy()[:] = [key for row in sampled for key in row.request.draw_keys()]
-    host.noise_position.numpy()[:] = [len(request.token_ids) for request in draws]
+    host.noise_position.numpy()[:] = [row.start + row.num_tokens for row in drawing]
     start = 0
     for row, ids in zip(sampled, masked, strict=True):
         if ids:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import logging
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from runtime.memory_report import MemoryReport
 
 _PICTURES = (".png", ".svg", ".pdf")
+_BENCHMARKS = {"decode": "bench.decode_latency"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,6 +70,10 @@ def _parser() -> argparse.ArgumentParser:
         "picture (.png, .svg, .pdf; needs matplotlib) with the text beside it",
     )
     generate.add_argument("--quiet", action="store_true", help="no bars, logs or timings")
+    bench = commands.add_parser("bench", help="measure, with the scripts of a checkout of the repository")
+    bench.set_defaults(run=_bench, quiet=False)
+    bench.add_argument("what", choices=list(_BENCHMARKS), help="which script")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script; --help lists them")
     return parser
 
 
@@ -174,10 +180,23 @@ def _write_report(report: MemoryReport, path: Path) -> None:
     path.write_text(str(report), encoding="utf-8")
 
 
+def _bench(args: argparse.Namespace) -> None:
+    root = Path(__file__).resolve().parent.parent
+    if not (root / "bench").is_dir():
+        raise ValueError(f"pagegraph bench needs a checkout of the repository: there is no folder 'bench' in {root}")
+    sys.path.insert(0, str(root))  # where an editable install finds the packages, but not this folder
+    try:
+        importlib.import_module(_BENCHMARKS[args.what]).main(args.arguments)
+    except ImportError as error:  # matplotlib, which is optional
+        raise ValueError(str(error)) from error
+
+
 def _summary(engine: Engine, total: float, first: float | None) -> str:
     """Tokens a second, and where the seconds since the process began its work went."""
     seconds, stats = engine.seconds, engine.stats()
     phases = {name: getattr(seconds, name) for name in ("fetch", "load", "compile", "prefill", "decode")}
+    if seconds.capture:
+        phases["capture"] = seconds.capture
     phases["other"] = total - sum(phases.values())
     decoded = max(0, stats.num_output_tokens - 1)
     rate = f"{decoded / seconds.decode:.1f} tokens/s" if decoded else "one token only"

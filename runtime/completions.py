@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from runtime.beam_search import Hypothesis
@@ -17,7 +16,6 @@ class Completions:
     def __init__(self, root: Request, prompt: str | None, tokenizer: Decoder | None) -> None:
         self.root, self.prompt, self._tokenizer = root, prompt, tokenizer
         self._detokenizers: dict[int, IncrementalDetokenizer] = {}  # by child index
-        self._num_decoded: Counter[int] = Counter()  # output tokens that the detokenizer has taken
         self._prompt_token_ids = root.token_ids[: root.num_prompt_tokens]
         self._texts: list[str] = []  # of the hypotheses of a search
         if tokenizer is not None:  # now, since it decodes the prompt, which may raise
@@ -36,7 +34,7 @@ class Completions:
     @property
     def is_finished(self) -> bool:
         """Whether every completion has ended."""
-        return all(member.is_finished for member in self.members)
+        return self.root.is_finished and all(child.is_finished for child in self.root.children)
 
     @property
     def is_deliverable(self) -> bool:
@@ -48,13 +46,10 @@ class Completions:
         forked = Completions(child, self.prompt, None)
         forked._tokenizer = self._tokenizer
         if self._tokenizer is not None:
-            if self.root.search is None:
-                parent, num_decoded = self._detokenizer(member), self._num_decoded[member.child_index]
-            else:  # nothing of a beam has been decoded before
-                parent, num_decoded = self._read(child.output_token_ids), child.num_output_tokens
-            params = child.params
+            # Nothing of a beam has been decoded before.
+            is_beam, params = self.root.search is not None, child.params
+            parent = self._read(child.output_token_ids) if is_beam else self._detokenizer(member)
             forked._detokenizers[child.child_index] = parent.fork(stop=tuple(params.stop), min_tokens=params.min_tokens)
-            forked._num_decoded[child.child_index] = num_decoded
         return forked
 
     def take(self, member: Request) -> str | None:
@@ -67,39 +62,31 @@ class Completions:
         if member.search is not None:
             self._texts = [self._text_of(hypothesis) for hypothesis in self._hypotheses]
             return None
-        index = member.child_index
-        # On a copy: what interrupts the tokenizer half-way leaves the state before, and all is decoded again.
-        detokenizer, stop = self._detokenizer(member).copy(), None
+        detokenizer, tokens = self._detokenizer(member), member.token_ids
         # A token that ended the request has no text.
-        end = member.num_tokens - (member.finish_reason == "stop" and isinstance(member.stop_reason, int))
-        for token in member.token_ids[member.num_prompt_tokens + self._num_decoded[index] : end]:
-            stop = detokenizer.append(token)
-            if stop is not None:
-                break
-        if stop is None and member.is_finished:
-            stop = detokenizer.finish()
-        self._detokenizers[index], self._num_decoded[index] = detokenizer, end - member.num_prompt_tokens
-        return stop
+        end = len(tokens) - (member.finish_reason == "stop" and isinstance(member.stop_reason, int))
+        for token in tokens[member.num_prompt_tokens + detokenizer.num_tokens : end]:
+            if detokenizer.matched is None:
+                detokenizer.append(token)
+        return detokenizer.finish() if member.is_finished else detokenizer.matched
 
     def output(self) -> RequestOutput:
         """The cumulative output of all completions."""
+        root = self.root
+        outputs = self._outputs() if root.search is None else self._ranked_outputs()
         return RequestOutput(
-            request_id=self.root.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self._prompt_token_ids,
-            outputs=self._outputs() if self.root.search is None else self._ranked_outputs(),
-            finished=self.is_finished,
-            num_cached_tokens=self.root.num_cached_tokens,
+            root.request_id, self.prompt, self._prompt_token_ids, outputs, self.is_finished, root.num_cached_tokens
         )
 
     def _outputs(self) -> list[CompletionOutput]:
         return [
-            CompletionOutput(
-                index=index,
-                token_ids=member.output_token_ids,
-                text=self._text(member),
-                finish_reason=member.finish_reason,
-                stop_reason=member.stop_reason,
+            CompletionOutput.snapshot(
+                index,
+                member.token_ids,
+                member.num_prompt_tokens,
+                self._text(member),
+                member.finish_reason,
+                member.stop_reason,
             )
             for index, member in enumerate(self.members)
         ]
@@ -140,13 +127,15 @@ class Completions:
         return detokenizer
 
     def _text(self, member: Request) -> str:
-        return "" if self._tokenizer is None else self._detokenizer(member).text
+        detokenizer = self._detokenizers.get(member.child_index)
+        return "" if detokenizer is None else detokenizer.text
 
     def _detokenizer(self, request: Request) -> IncrementalDetokenizer:
         assert self._tokenizer is not None
-        if request.child_index not in self._detokenizers:
+        detokenizer = self._detokenizers.get(request.child_index)
+        if detokenizer is None:
             prompt, params = request.token_ids[: request.num_prompt_tokens], request.params
-            self._detokenizers[request.child_index] = IncrementalDetokenizer(
+            detokenizer = self._detokenizers[request.child_index] = IncrementalDetokenizer(
                 self._tokenizer, prompt, stop=tuple(params.stop), min_tokens=params.min_tokens
             )
-        return self._detokenizers[request.child_index]
+        return detokenizer

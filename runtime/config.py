@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +46,10 @@ class EngineConfig:
     providers: Mapping[str, str] = field(default_factory=dict)
     rules: Collection[str] | None = None
     num_threads: int | None = None
+    cuda_graphs: bool | str | None = None
+    cudagraph_capture_sizes: Sequence[int] | None = None
+    async_scheduling: bool | None = None
+    debug: bool = False
 
     def __post_init__(self) -> None:
         at_least = {
@@ -66,7 +70,7 @@ class EngineConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 why = "; block 0 is the null block and holds no tokens" if name == "num_blocks" else ""
                 raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}{why}")
-        for name in ("enable_prefix_caching", "enable_chunked_prefill"):
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "debug"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
@@ -84,6 +88,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         self._check_swap_space()
         self._check_rules()
+        self._check_graphs()
         if self.dtype not in ("auto", *DTYPES, *DTYPES.values()):
             names = ", ".join(DTYPES)
             raise ValueError(f"dtype must be 'auto' or one of {names}, by name or torch's own, not {self.dtype!r}")
@@ -104,6 +109,38 @@ class EngineConfig:
         unknown = [name for name in wanted if name not in known] if listed else [wanted]
         if unknown:
             raise ValueError(f"rules must be None (all) or a list of names from {', '.join(known)}; not {unknown[0]!r}")
+
+    def _check_graphs(self) -> None:
+        if self.cuda_graphs not in (None, True, False, "lazy"):
+            raise ValueError(f"cuda_graphs must be None, True, False or 'lazy', not {self.cuda_graphs!r}")
+        if self.async_scheduling not in (None, True, False):
+            raise ValueError(f"async_scheduling must be None, True or False, not {self.async_scheduling!r}")
+        sizes = self.cudagraph_capture_sizes
+        if sizes is None:
+            return
+        whole = isinstance(sizes, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) for n in sizes)
+        if not whole or not sizes or min(sizes) < 1:
+            raise ValueError(f"cudagraph_capture_sizes must be None or a list of batch sizes from 1 on, not {sizes!r}")
+        if self.cuda_graphs is False:
+            warnings.warn(f"cudagraph_capture_sizes={sizes} is ignored: cuda_graphs=False", stacklevel=5)
+
+    def captures(self, device: torch.device) -> bool:
+        """Whether decode steps are captured into graphs.
+
+        Raises ValueError where they cannot be: on a CPU a stand-in replays them, which sees no compiled code.
+        """
+        if self.cuda_graphs is None:
+            return device.type == "cuda"
+        if self.cuda_graphs and device.type == "cpu" and self.backend != "eager":
+            raise ValueError(
+                f"cuda_graphs={self.cuda_graphs!r} needs a CUDA device; on a CPU they are only imitated, for tests, "
+                f"which needs backend='eager', not {self.backend!r}"
+            )
+        return bool(self.cuda_graphs)
+
+    def runs_ahead(self, device: torch.device) -> bool:
+        """Whether the next step is launched before the tokens of this one are known."""
+        return device.type == "cuda" if self.async_scheduling is None else self.async_scheduling
 
     def applies(self, rule: str) -> bool:
         """Whether a rewrite rule of that name may be applied."""

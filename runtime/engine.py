@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,29 +20,28 @@ from transformers import PreTrainedModel
 
 from graphs.activation_memory import peak_activation_bytes
 from graphs.inputs import StepSizes
+from graphs.self_check import SelfCheck
 from models.checkpoint import resolve
 from models.report import RewriteReport
 from runtime.beam_search import BeamSearchParams
 from runtime.completions import Completions
 from runtime.config import EngineConfig
-from runtime.limits import batched_tokens, size_pool, size_swap_space
+from runtime.limits import batched_tokens, pool_is_automatic, size_pool, size_swap_space
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.memory_report import MemoryReport, take_report
-from runtime.metrics import EngineStats, PhaseSeconds, StepSeconds
+from runtime.metrics import EngineStats, PhaseSeconds
 from runtime.model_loader import LoadedModel, load
 from runtime.model_runner import ModelRunner
 from runtime.outputs import RequestOutput
+from runtime.pipeline import Pipeline
 from runtime.preemption import Preemption
 from runtime.prompt import Prompt, as_batch, check_arguments, check_params, encode
 from runtime.request import Request
 from runtime.sampling import SamplingParams
-from runtime.schedule import Schedule
 from runtime.scheduler import Scheduler
 from runtime.threads import use_threads
 
 logger = logging.getLogger(__name__)
-
-_SECONDS_BETWEEN_WARNINGS = 60.0
 
 
 class Engine:
@@ -59,19 +58,24 @@ class Engine:
     ) -> None:
         self.config = config or EngineConfig()
         self.seconds = PhaseSeconds()
+        self._closed = False
         self._progress = progress
         self._loaded = load(model, tokenizer, self.config, self.seconds, verify=verify, progress=progress)
         if self._loaded.device.type == "cpu":
             use_threads(self.config.num_threads)
         elif self.config.num_threads is not None:
             logger.warning("num_threads=%d is ignored: the model runs on %s", self.config.num_threads, self.device)
+        self.config.captures(self.device)  # a mistake shows before anything is compiled
         num_blocks, self.max_model_len = size_pool(self._loaded, self.config)
+        self.max_num_batched_tokens = batched_tokens(self.config, self.max_model_len)
+        self.runner = ModelRunner(self._loaded, self.config, self.seconds, progress=progress)
+        if self.device.type == "cuda" and pool_is_automatic(self.config):
+            needed = self.runner.measure(self.max_num_batched_tokens, self.max_model_len)
+            num_blocks, self.max_model_len = size_pool(self._loaded, self.config, needed)
         num_swap_blocks = size_swap_space(self._loaded, self.config, num_blocks, self.max_model_len)
         manager = KVCacheManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching, num_swap_blocks)
-        self.runner = ModelRunner(self._loaded, manager, self.config, progress=progress)
-        self.seconds.compile = self.runner.seconds
+        self.runner.attach(manager, self.max_model_len)
         self._preemption = Preemption(manager, self.config.preemption, lambda: self.runner.copy_rate())
-        self.max_num_batched_tokens = batched_tokens(self.config, self.max_model_len)
         self.scheduler = Scheduler(
             manager,
             max_num_seqs=self.config.max_num_seqs,
@@ -82,14 +86,15 @@ class Engine:
             scheduling_policy=self.config.scheduling_policy,
             preemption=self._preemption,
         )
+        self._pipeline = Pipeline(
+            self.scheduler,
+            self.runner,
+            self._preemption,
+            runs_ahead=self.config.runs_ahead(self.device),
+        )
         self._completions: dict[str, Completions] = {}
         self._undelivered: dict[str, RequestOutput] = {}  # made while another method was stepping
-        self._news: dict[str, None] = {}  # ids, in order, of requests whose output is to be made
         self._arrivals = itertools.count()
-        self._num_steps = self._num_prompt_tokens = self._num_output_tokens = 0
-        self._step_seconds = StepSeconds()
-        self._warned_at = float("-inf")  # of the last warning that requests are preempted
-        self._closed = False
 
     @property
     def report(self) -> RewriteReport:
@@ -185,6 +190,7 @@ class Engine:
         Raises ValueError for an unknown or ended request, and for parameters that would end the fork at once.
         """
         self._check_open()
+        self._pipeline.settle()
         completions = self._completions.get(request_id)
         members = completions.members if completions is not None else []
         parent = next((member for member in members if not member.is_finished), None)
@@ -222,7 +228,7 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether calling `step` again can return anything."""
-        return self.scheduler.has_unfinished() or bool(self._undelivered or self._news)
+        return self.scheduler.has_unfinished() or bool(self._undelivered or self._pipeline.news)
 
     def abort_request(self, request_id: str) -> None:
         """End a request, its children too, and free its blocks; nothing more is returned of it.
@@ -307,8 +313,9 @@ class Engine:
         """Return a snapshot of the counters."""
         self._check_open()
         scheduler, manager, preemption = self.scheduler, self.scheduler.manager, self._preemption
+        pipeline, graphs = self._pipeline, self.runner.graphs
         return EngineStats(
-            step_seconds=replace(self._step_seconds),
+            step_seconds=replace(pipeline.step_seconds),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_preemptions=preemption.num_preemptions,
@@ -317,9 +324,11 @@ class Engine:
             num_blocks_swapped_out=manager.num_swapped_out,
             num_blocks_swapped_in=manager.num_swapped_in,
             num_blocks_copied=manager.num_copied,
-            num_steps=self._num_steps,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens,
+            num_steps=pipeline.num_steps,
+            num_steps_ahead=pipeline.num_steps_ahead,
+            num_graph_replays=0 if graphs is None else graphs.num_replays,
+            num_prompt_tokens=pipeline.num_prompt_tokens,
+            num_output_tokens=pipeline.num_output_tokens,
             prefix_cache_queries=scheduler.admission.prefix_cache_queries,
             prefix_cache_hits=scheduler.admission.prefix_cache_hits,
             resumed_cache_queries=scheduler.admission.resumed_cache_queries,
@@ -341,6 +350,7 @@ class Engine:
             [sequence for member in members for sequence in member.sequences],
             weights=self._loaded.weight_bytes,
             activations=self._activation_bytes,
+            graphs=0 if self.runner.graphs is None else self.runner.graphs.nbytes,
             bytes_per_block=self.runner.cache.bytes_per_block,
         )
 
@@ -350,6 +360,20 @@ class Engine:
         tokens, sequences = self.max_num_batched_tokens, self.config.max_num_seqs
         sizes = StepSizes(tokens=tokens, sequences=min(sequences, tokens), table_width=1, rows=sequences)
         return peak_activation_bytes(self._loaded.adaptation.module, self.runner.cache, sizes, self._loaded.device)
+
+    def self_check(self) -> list[SelfCheck]:
+        """Compare decode steps with those of the uncompiled model, bucket by bucket, at a short and a long context.
+
+        Print the entries to read them. Side effect: cached prefixes are forgotten, and their blocks overwritten.
+        Raises ValueError while requests are alive.
+        """
+        self._check_open()
+        if self.has_unfinished_requests():
+            raise ValueError("self_check overwrites the KV cache: wait until all requests have ended, or abort them")
+        self._pipeline.settle()
+        forgotten = self.scheduler.manager.reset_prefix_cache()
+        assert forgotten, "no request is alive, and blocks are in use"
+        return self.runner.self_check()
 
     def check_integrity(self) -> None:
         """Check block tables, counts, free list, prefix cache and swap space; AssertionError prints what disagrees."""
@@ -370,6 +394,7 @@ class Engine:
         Raises ValueError for weights that do not fit, and then the old ones are still in place.
         """
         self._check_open()
+        self._pipeline.settle()
         weights = source if isinstance(source, Mapping) else resolve(source, progress=self._progress)
         self._model.reload(weights, progress=self._progress)
         self.runner.executor.rebind()
@@ -384,7 +409,7 @@ class Engine:
         for request_id in list(self._completions):
             self.abort_request(request_id)
         self._undelivered.clear()
-        self._news.clear()
+        self._pipeline.close()
         self._closed = True
         del self.runner, self._loaded
 
@@ -421,38 +446,21 @@ class Engine:
     def _advance(self) -> list[RequestOutput]:
         """Run one step; outputs of the requests that advanced or ended in it."""
         start = time.perf_counter()
-        schedule = self.scheduler.schedule()
-        self._note(schedule.finished)
-        if schedule.preempted:
-            self._warn_of_preemption()
-        self._step_seconds.schedule += time.perf_counter() - start
-        if schedule.rows or schedule.swap_outs:
-            self._note(self._run(schedule))
-        ran = time.perf_counter()
+        num_prompt_tokens = self._pipeline.advance()
+        advanced = time.perf_counter()
         outputs = self._deliver()
         end = time.perf_counter()
-        self._step_seconds.output += end - ran
-        seconds = end - start
-        if schedule.num_prompt_tokens:
-            self.seconds.prefill += seconds
+        self._pipeline.step_seconds.output += end - advanced
+        if num_prompt_tokens:
+            self.seconds.prefill += end - start
         else:
-            self.seconds.decode += seconds
+            self.seconds.decode += end - start
         return outputs
-
-    def _warn_of_preemption(self) -> None:
-        """At most once a minute."""
-        now = time.monotonic()
-        if now - self._warned_at >= _SECONDS_BETWEEN_WARNINGS:
-            self._warned_at = now
-            logger.warning(self._preemption.advice())
-
-    def _note(self, requests: Iterable[Request]) -> None:
-        """Remember whose output is to be delivered: an interrupted step must not lose what it had."""
-        self._news.update(dict.fromkeys(request.root.request_id for request in requests))
 
     def _deliver(self) -> list[RequestOutput]:
         """Decode what is new and make the outputs; forget the requests that have ended."""
-        alive = [self._completions[request_id] for request_id in self._news if request_id in self._completions]
+        news = self._pipeline.news
+        alive = [self._completions[request_id] for request_id in news if request_id in self._completions]
         for completions in alive:
             for member in completions.members:
                 self._take_text(completions, member)
@@ -464,26 +472,8 @@ class Engine:
         for output in outputs:
             if output.finished:
                 del self._completions[output.request_id]
-        self._news.clear()
+        news.clear()
         return outputs
-
-    def _run(self, schedule: Schedule) -> list[Request]:
-        """Launch the forward of a schedule and take its tokens. A failure ends the requests in it, not the engine."""
-        self._num_steps += 1
-        start = time.perf_counter()
-        try:
-            tokens, candidates = self.runner.run(schedule, self._step_seconds)
-        except Exception:
-            logger.exception("a step of %d tokens failed; its %d requests end", schedule.num_tokens, len(schedule.rows))
-            return self.scheduler.fail(schedule)
-        ran = time.perf_counter()
-        if schedule.num_tokens > len(schedule.rows):
-            self._preemption.note_prefill(schedule.num_tokens, ran - start)
-        advanced = self.scheduler.update(schedule, tokens, candidates)
-        self._num_output_tokens += len(advanced)
-        self._num_prompt_tokens += schedule.num_prompt_tokens
-        self._step_seconds.update += time.perf_counter() - ran
-        return advanced
 
     def _take_text(self, completions: Completions, member: Request) -> None:
         """Decode what is new of a completion, and end it if a stop string is complete, or if its tokenizer fails."""

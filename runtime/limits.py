@@ -15,8 +15,16 @@ logger = logging.getLogger(__name__)
 DEFAULT_BATCHED_TOKENS = 2048
 
 
-def size_pool(loaded: LoadedModel, config: EngineConfig) -> tuple[int, int]:
-    """Decide (num_blocks, max_model_len); says so where a limit is not the one asked for."""
+def pool_is_automatic(config: EngineConfig) -> bool:
+    """Whether the pool's size follows from the memory that there is."""
+    return config.num_blocks is None and config.kv_cache_memory_bytes is None
+
+
+def size_pool(loaded: LoadedModel, config: EngineConfig, needed: int = 0) -> tuple[int, int]:
+    """Decide (num_blocks, max_model_len); says so where a limit is not the one asked for.
+
+    needed: bytes of a GPU's memory that steps and graphs are going to take beside weights and caches.
+    """
     plan = loaded.adaptation.report.plan
     wanted = config.max_model_len or loaded.max_positions
     if config.num_blocks is not None:
@@ -39,6 +47,7 @@ def size_pool(loaded: LoadedModel, config: EngineConfig) -> tuple[int, int]:
             device=loaded.device,
             utilization=config.gpu_memory_utilization,
             weight_bytes=loaded.weight_bytes,
+            needed=needed,
             max_tokens=config.max_num_seqs * wanted,
         )
     return num_blocks, _model_len(config, loaded, (num_blocks - 1) * config.block_size)

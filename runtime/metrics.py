@@ -10,7 +10,8 @@ class StepSeconds:
     """Where the time of steps went, in seconds, by phase.
 
     schedule: choosing rows and blocks. transfer: blocks swapped and copied. prepare: filling the inputs. forward: the
-    model with sampling, until the tokens are on the host. update: taking the tokens. output: text and RequestOutputs.
+    model with sampling, until the tokens are on the host; of a GPU, launching it and waiting for it. update: taking the
+    tokens. output: text and RequestOutputs.
     """
 
     schedule: float = 0.0
@@ -33,7 +34,8 @@ class EngineStats:
     A preempted request finds its own blocks again when it resumes: those look-ups are counted apart (`resumed_…`),
     since they say nothing about sharing. `num_blocks_copied` counts copies on write. `kv_cache_usage` is the share of
     usable blocks in use. `num_recompiles` counts graphs that were compiled
-    after the first one.
+    after the first one; `num_graph_replays` the decode steps that a CUDA graph ran, `num_steps_ahead` those that were
+    launched before the tokens of the step before were known.
 
     `num_preemptions` is the sum of those swapped out and those to be recomputed. Blocks that several sequences share
     move, and count, once; what the prefix cache still has is not swapped in. `swap_space_usage` is the share of the
@@ -50,6 +52,8 @@ class EngineStats:
     num_blocks_swapped_in: int
     num_blocks_copied: int
     num_steps: int
+    num_steps_ahead: int
+    num_graph_replays: int
     num_prompt_tokens: int
     num_output_tokens: int
     prefix_cache_queries: int
@@ -71,5 +75,6 @@ class PhaseSeconds:
     fetch: float = 0.0
     load: float = 0.0
     compile: float = 0.0
+    capture: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0

@@ -4,49 +4,144 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from graphs.executor import Executor, make_executor
-from graphs.inputs import InputArena
+from graphs.buckets import Buckets, choose_sizes
+from graphs.cuda_graph import CudaGraphs, RecordedGraphs
+from graphs.executor import EagerExecutor, Executor, make_executor
+from graphs.graph_executor import GraphExecutor, graph_sizes
+from graphs.inputs import InputArena, StepSizes, nbytes
 from graphs.kv_cache import KVCache
 from graphs.rules import GRAPH_RULES
+from graphs.self_check import SelfCheck, self_check
 from graphs.swap_space import SwapSpace
 from runtime.batch import InputFiller
 from runtime.beam_search import Candidates
 from runtime.config import EngineConfig
 from runtime.memory.kv_cache_manager import KVCacheManager
-from runtime.metrics import StepSeconds
+from runtime.metrics import PhaseSeconds, StepSeconds
 from runtime.model_loader import LoadedModel
 from runtime.schedule import Schedule, ScheduledRow
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class StepInFlight:
+    """A step that was launched.
+
+    `tokens` is where its tokens lie on the host, once `drawn` has happened if the device is a GPU. error: why it could
+    not be launched. followed: whether the step after it has been launched, or an interruption may have cut that off.
+    """
+
+    schedule: Schedule
+    launched: float  # time.perf_counter()
+    tokens: Tensor | None = None
+    logits: Tensor | None = None
+    drawn: torch.cuda.Event | None = None
+    error: Exception | None = None
+    followed: bool = False
+
+    def collect(self) -> tuple[list[int], list[Candidates]]:
+        """Wait for the step; returns the drawn tokens, and the candidates of rows that sample for a beam search.
+
+        Raises what the step failed with.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.tokens is None or self.logits is None:  # only blocks were moved
+            return [], []
+        if self.drawn is not None:
+            self.drawn.synchronize()
+        return self.tokens.tolist(), _candidates([row for row in self.schedule.rows if row.samples], self.logits)
+
+
 class ModelRunner:
-    """Owns what lives on the device beside the weights: caches, swap space, inputs, and the executor over them."""
+    """Owns what lives on the device beside the weights: caches, swap space, inputs, and the executor over them.
+
+    Made, it has compiled the graph, over a cache of two blocks, in `seconds.compile`. `attach` gives it the caches of a
+    pool, whose size may depend on what `measure` found, and captures the graphs of decode steps, in `seconds.capture`.
+    """
 
     def __init__(
-        self, loaded: LoadedModel, manager: KVCacheManager, config: EngineConfig, *, progress: bool = True
+        self, loaded: LoadedModel, config: EngineConfig, seconds: PhaseSeconds, *, progress: bool = True
     ) -> None:
-        """Takes the memory of the caches and compiles the graph, in `seconds`."""
-        report, module, device = loaded.adaptation.report, loaded.adaptation.module, loaded.device
-        self._manager = manager
-        num_blocks = manager.num_usable_blocks + 1
-        self.cache = KVCache(
-            report.plan, num_blocks, config.block_size, loaded.dtype, device, report.providers["copy_blocks"]
+        report = loaded.adaptation.report
+        self._loaded, self._config, self._seconds, self._progress = loaded, config, seconds, progress
+        self._device = loaded.device
+        start = time.perf_counter()
+        rules = [make(report.providers) for name, make in GRAPH_RULES.items() if config.applies(name)]
+        self.executor: Executor = make_executor(
+            loaded.adaptation.module, self._make_cache(2), self._device, config.backend, rules, progress=progress
         )
-        self.swap_space = SwapSpace(self.cache, manager.host_pool.num_blocks, report.providers["swap_blocks"])
+        report.outcomes += self.executor.outcomes
+        seconds.compile = time.perf_counter() - start
+        self.cache: KVCache
+        self.swap_space: SwapSpace
+
+    def measure(self, max_num_batched_tokens: int, max_model_len: int) -> int:
+        """Bytes that the largest step and the graphs take on the GPU beside weights and caches: tried on two blocks."""
+        rows = self._config.max_num_seqs
+        width = -(-max_model_len // self._config.block_size)
+        arena = InputArena(self._device)
+        host = arena.carve(StepSizes(max_num_batched_tokens, min(rows, max_num_batched_tokens), width, rows))
+        for tensor in host:  # no sequence has a token of its own: all are padding
+            tensor.zero_()
+        host.seq_lens.fill_(1)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        self.executor.run(arena.upload())
+        needed = torch.cuda.max_memory_allocated(self._device) - before
+        if self._config.captures(self._device):
+            graphs = self._make_graphs(max_model_len, rows, "max_num_seqs").measure()
+            logger.info("trial: %.0f MiB for the largest step, %.0f MiB for the graphs", needed / 2**20, graphs / 2**20)
+            needed += graphs
+        torch.cuda.empty_cache()
+        return needed
+
+    def attach(self, manager: KVCacheManager, max_model_len: int) -> None:
+        """Take the memory of the caches and serve over the blocks of `manager`; capture decode steps if configured."""
+        config, choices = self._config, self._loaded.adaptation.report.providers
+        self._manager, self._max_model_len = manager, max_model_len
+        num_blocks = manager.num_usable_blocks + 1
+        self.cache = self._make_cache(num_blocks)
+        self.swap_space = SwapSpace(self.cache, manager.host_pool.num_blocks, choices["swap_blocks"])
         logger.info(
             "kv cache: %d blocks of %d tokens, %.0f MiB", num_blocks, config.block_size, self.cache.nbytes / 2**20
         )
-        start = time.perf_counter()
-        rules = [make(report.providers) for name, make in GRAPH_RULES.items() if config.applies(name)]
-        self.executor: Executor = make_executor(module, self.cache, device, config.backend, rules, progress=progress)
-        report.outcomes += self.executor.outcomes
-        self.seconds = time.perf_counter() - start
-        self._filler = InputFiller(InputArena(device), manager)
+        self.executor.use(self.cache)
+        if config.captures(self._device):
+            self._capture(max_model_len)
+        else:
+            self._arena = InputArena(self._device, self._token_places(config.max_num_seqs))
+        self._filler = InputFiller(self._arena, manager, self.executor.padded)
+        # Two, for two steps may be in flight.
+        pinned = self._device.type == "cuda"
+        self._host_tokens = [torch.empty(len(self._arena.previous), dtype=torch.int64, pin_memory=pinned) for _ in "ab"]
+
+    @property
+    def graphs(self) -> GraphExecutor | None:
+        """The executor, if it replays graphs."""
+        return self.executor if isinstance(self.executor, GraphExecutor) else None
+
+    def capture_missing(self) -> bool:
+        """Capture a bucket that a step missed, if there is one (cuda_graphs="lazy"). No step may be in flight."""
+        if self.graphs is None or not self.graphs.capture_missing():
+            return False
+        self._filler.forget()  # the inputs are in the same arena
+        return True
+
+    def self_check(self) -> list[SelfCheck]:
+        """Compare the executor's decode steps with those of the uncompiled module; see graphs/self_check.py.
+
+        No step may be in flight, and no block in use or cached: they are overwritten.
+        """
+        self._filler.forget()
+        eager = EagerExecutor(self._loaded.adaptation.module, self.cache)
+        return self_check(self.executor, eager, self.cache, self._arena, self._max_model_len, self._loaded.vocab_size)
 
     def copy_rate(self) -> float:
         """Blocks that move to or from the swap space a second, measured; 0 if there is no swap space after all."""
@@ -54,13 +149,21 @@ class ModelRunner:
             return 0.0
         return self.swap_space.measure_copy_rate() / self.cache.bytes_per_block
 
-    def run(self, schedule: Schedule, seconds: StepSeconds) -> tuple[list[int], list[Candidates]]:
-        """Run a step; returns the drawn tokens, and the candidates of the rows that sample for a beam search.
+    def launch(self, schedule: Schedule, seconds: StepSeconds) -> StepInFlight:
+        """Queue a step on the device; on a CPU, run it. What goes wrong is raised when the step is collected.
 
         Side effects: the caches, in the order swap-out, swap-in, copies, forward; the manager's transfers are finished;
         the phases' `seconds` grow.
         """
-        start = time.perf_counter()
+        step = StepInFlight(schedule, time.perf_counter())
+        try:
+            self._launch(step, seconds)
+        except Exception as error:
+            step.error = error
+        return step
+
+    def _launch(self, step: StepInFlight, seconds: StepSeconds) -> None:
+        schedule = step.schedule
         if schedule.swap_outs:
             self.swap_space.swap_out(schedule.swap_outs)
             self._manager.finish_swap_outs()  # each at once: an interrupted step must not move anything again
@@ -70,18 +173,55 @@ class ModelRunner:
         if schedule.copies:
             self.cache.copy_blocks(schedule.copies)
             self._manager.finish_copies()
+        self._manager.finish_transfers()  # also of requests whose swapped blocks the prefix cache had
         moved = time.perf_counter()
-        seconds.transfer += moved - start
+        seconds.transfer += moved - step.launched
         if not schedule.rows:
-            return [], []
+            return
         inputs = self._filler.fill(schedule)
         filled = time.perf_counter()
         seconds.prepare += filled - moved
         outputs = self.executor.run(inputs)
-        tokens: list[int] = outputs.tokens[: schedule.num_draws].tolist()
-        candidates = _candidates([row for row in schedule.rows if row.samples], outputs.logits)
+        count = schedule.num_draws
+        drawn, places = outputs.tokens[:count], self._arena.previous
+        if drawn.data_ptr() != places.data_ptr():
+            places[:count] = drawn
+        self._host_tokens.reverse()
+        step.tokens, step.logits = self._host_tokens[0][:count], outputs.logits
+        step.tokens.copy_(drawn, non_blocking=True)
+        if drawn.is_cuda:
+            step.drawn = torch.cuda.Event()
+            step.drawn.record()
         seconds.forward += time.perf_counter() - filled
-        return tokens, candidates
+
+    def _capture(self, max_model_len: int) -> None:
+        most, why = self._config.max_num_seqs, "max_num_seqs"
+        if (usable := self._manager.num_usable_blocks) < most:
+            most, why = usable, "the blocks of the KV cache"
+        graphs = self._make_graphs(max_model_len, most, why)
+        start = time.perf_counter()
+        if self._config.cuda_graphs != "lazy":
+            graphs.capture(progress=self._progress)
+            self._seconds.capture = time.perf_counter() - start
+            logger.info("capture: %d graphs in %.1f s", len(graphs.captured), self._seconds.capture)
+        self._arena, self.executor = graphs.arena, graphs
+
+    def _make_graphs(self, max_model_len: int, most: int, why: str) -> GraphExecutor:
+        """A graph executor over the one that there is, for at most `most` rows, because of `why`."""
+        buckets = Buckets(choose_sizes(self._config.cudagraph_capture_sizes, most, why))
+        sizes = graph_sizes(buckets.sizes[-1], -(-max_model_len // self._config.block_size))
+        places = self._token_places(max(self._config.max_num_seqs, buckets.sizes[-1]))
+        arena = InputArena(self._device, places, nbytes(sizes))
+        maker = CudaGraphs(self._device) if self._device.type == "cuda" else RecordedGraphs()
+        return GraphExecutor(self.executor, arena, buckets, sizes.table_width, maker, debug=self._config.debug)
+
+    def _make_cache(self, num_blocks: int) -> KVCache:
+        report, size = self._loaded.adaptation.report, self._config.block_size
+        choice = report.providers["copy_blocks"]
+        return KVCache(report.plan, num_blocks, size, self._loaded.dtype, self._device, choice)
+
+    def _token_places(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int64, device=self._device)
 
 
 def _candidates(sampled: list[ScheduledRow], logits: Tensor) -> list[Candidates]:

@@ -167,7 +167,7 @@ class Request:
     @property
     def is_finished(self) -> bool:
         """Whether no further token will come."""
-        return self.status is RequestStatus.FINISHED
+        return self.status is _FINISHED
 
     def append_token(self, token: int) -> bool:
         """Append a sampled token; returns whether it ends the request.
@@ -192,8 +192,15 @@ class Request:
         self.finish_reason = reason
         self.stop_reason = stop_reason
 
-    def masked_token_ids(self) -> tuple[int, ...]:
-        """The ids that the next draw must not give, ascending: whatever would end the output before `min_tokens`."""
-        if len(self.token_ids) >= self._min_length:
+    def ends_at(self, length: int) -> bool:
+        """Whether it ends once it has that many tokens, whatever they are."""
+        return length >= self._max_length
+
+    def masked_token_ids(self, length: int | None = None) -> tuple[int, ...]:
+        """The ids that the draw after `length` tokens (None: those it has) must not give, ascending.
+
+        That is whatever would end the output before `min_tokens`.
+        """
+        if (len(self.token_ids) if length is None else length) >= self._min_length:
             return ()
         return tuple(sorted(self._ending_ids))

@@ -9,12 +9,16 @@ from runtime.request import Request
 
 @dataclass(slots=True)
 class ScheduledRow:
-    """Tokens [start, start + num_tokens) of a request; `num_draws` tokens are drawn if they reach its last one."""
+    """Tokens [start, start + num_tokens) of a request; `num_draws` tokens are drawn if they reach its last one.
+
+    previous_draw: where the one token is still being drawn, its number among the draws of the step before; else -1.
+    """
 
     request: Request
     start: int
     num_tokens: int
     num_draws: int
+    previous_draw: int = -1
 
     @property
     def samples(self) -> bool:

@@ -119,21 +119,48 @@ class Scheduler:
         self._schedule_running(schedule)
         if not schedule.preempted:
             self._schedule_waiting(schedule)
-        schedule.swap_outs = self.manager.pending_swap_outs
-        schedule.swap_ins = self.manager.pending_swap_ins
-        schedule.copies = self.manager.pending_copies
+        self._add_transfers(schedule)
         return schedule
+
+    def schedule_ahead(self, current: Schedule) -> Schedule | None:
+        """The step after `current`, which has been launched and whose tokens are not known: each row, one token on.
+
+        None if it depends on these tokens (n completions, beams), if not all that runs is in `current` and drawing
+        there, if a waiting request may come in, or if blocks are short: then `update` comes first, and `schedule`. Rows
+        that end at a length are left out; those that turn out to have ended otherwise run in vain, into blocks that
+        nobody else writes before, and `update` passes them over.
+        """
+        if current.num_draws != len(current.rows) or self._may_admit():
+            return None
+        ahead = Schedule()
+        num_left = 0
+        for draw, row in enumerate(current.rows):
+            request, start = row.request, row.start + row.num_tokens
+            if request.status is not _RUNNING:
+                continue
+            if row.num_draws != 1 or request.lead.search is not None:
+                return None
+            num_left += 1
+            if request.ends_at(start + 1):
+                continue
+            if start >= request.num_writable_tokens and self.manager.allocate_slots(request, start + 1) is None:
+                return None
+            ahead.rows.append(ScheduledRow(request, start, 1, 1, draw))
+        if num_left != len(self._running) or not ahead.rows:
+            return None
+        ahead.num_tokens = ahead.num_draws = len(ahead.rows)
+        self._add_transfers(ahead)
+        return ahead
 
     def update(self, schedule: Schedule, tokens: Sequence[int], candidates: Sequence[Candidates] = ()) -> list[Request]:
         """Take the tokens of a launched step: `num_draws` for each row, in row order; and of the rows that sample for a
-        beam search, whose token counts for nothing, the candidates.
+        beam search, whose token counts for nothing, the candidates. Whoever launched it finished its transfers.
 
         Publishes the blocks that became full, forks the children of requests for n completions, appends the tokens,
         chooses beams, and ends requests, whose blocks return to the pool. Rows whose request ended since `schedule` are
         passed over. Returns the requests that got a token.
         """
         assert len(tokens) == schedule.num_draws
-        self.manager.finish_transfers()
         advanced: list[Request] = []
         offers: dict[Request, Candidates] = {}
         offered, end = iter(candidates), 0
@@ -215,6 +242,15 @@ class Scheduler:
     def _num_slots(self) -> int:
         """Running requests, those counted that they will divide into."""
         return sum(request.num_slots for request in self._running.values())
+
+    def _add_transfers(self, schedule: Schedule) -> None:
+        schedule.swap_outs = self.manager.pending_swap_outs
+        schedule.swap_ins = self.manager.pending_swap_ins
+        schedule.copies = self.manager.pending_copies
+
+    def _may_admit(self) -> bool:
+        """Whether a request waits that max_num_seqs leaves room for."""
+        return bool(self._waiting) and self._num_slots() + self._waiting.peek().num_slots <= self.max_num_seqs
 
     def _schedule_running(self, schedule: Schedule) -> None:
         for request in list(self._running.values()):

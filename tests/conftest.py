@@ -1,11 +1,16 @@
 """Tiny random models, their Hugging Face oracle, a byte tokenizer, and engines over them. No weights are needed."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, whose own functions look for it then
+
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,

@@ -36,7 +36,8 @@ class GroupedLinear:
             stored = value(weight)
             if stored is None or value(offsets) is None:
                 continue
-            if set(node.kwargs) <= {"offs"} and stored.is_contiguous():
+            others = [given for name, given in node.kwargs.items() if name != "offs" and given is not None]
+            if not others and stored.is_contiguous():
                 yield Fusion(
                     inputs=(x, weight, offsets),
                     outputs=(node,),

@@ -59,7 +59,7 @@ class UseLinearOp:
                 setattr(module, name, OpLinear(child, self._choice.overload))
         return []
 
-    def verify(self, model: PreTrainedModel, probe: Probe, rewrite: Rewrite) -> str | None:
+    def verify(self, model: PreTrainedModel, probe: Probe, rewrite: Rewrite, device: torch.device) -> str | None:
         """Compare the op with the formula at each member's sizes, in float32 and in the member's dtype.
 
         Rows of a weight are independent, so that the first ones stand for all of them.
@@ -69,10 +69,10 @@ class UseLinearOp:
             weight = model.get_submodule(rewrite.module).get_submodule(name).get_parameter("weight")
             columns, rows = weight.shape[1], min(weight.shape[0], _ROWS)
             for dtype in {torch.float32, weight.dtype}:
-                w = (torch.randn(rows, columns, generator=generator) / columns**0.5).to(dtype)
-                bias = torch.randn(rows, generator=generator).to(dtype)
+                w = (torch.randn(rows, columns, generator=generator) / columns**0.5).to(device, dtype)
+                bias = torch.randn(rows, generator=generator).to(device, dtype)
                 for tokens in (1, 5, 65):
-                    x = torch.randn(tokens, columns, generator=generator).to(dtype)
+                    x = torch.randn(tokens, columns, generator=generator).to(device, dtype)
                     expected = nn.functional.linear(x.double(), w.double(), bias.double())
                     found = self._choice.overload(x, w, bias)
                     if problem := difference(expected, found.double(), max(TOLERANCE, torch.finfo(dtype).eps)):

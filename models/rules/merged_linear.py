@@ -93,17 +93,17 @@ class MergeLinears:
         kinds = ("weight", "bias") if bias else ("weight",)
         return [Stack(f"{name}.{kind}", 0, tuple(f"{member}.{kind}" for member in members)) for kind in kinds]
 
-    def verify(self, model: PreTrainedModel, probe: Probe, rewrite: Rewrite) -> str | None:
+    def verify(self, model: PreTrainedModel, probe: Probe, rewrite: Rewrite, device: torch.device) -> str | None:
         """Run the module with random weights in float32, merged and not, on the arguments that the probe saw."""
-        original = random_copy(model.get_submodule(rewrite.module))
-        merged = random_copy(original)
+        original = random_copy(model.get_submodule(rewrite.module), device)
+        merged = random_copy(original, device)
         for stack in self.apply(merged, rewrite.members):
             rows = torch.cat([original.get_parameter(source) for source in stack.sources], stack.dim)
             owner, _, kind = stack.destination.rpartition(".")
             setattr(merged.get_submodule(owner), kind, nn.Parameter(rows, False))
         call = probe.calls[rewrite.module][0]
         generator = torch.Generator().manual_seed(0)
-        args, kwargs = materialise((call.args, call.kwargs), generator, {})
+        args, kwargs = materialise((call.args, call.kwargs), generator, {}, device)
         with torch.no_grad():
             expected, found = _first(original(*args, **kwargs)), _first(merged(*args, **kwargs))
         return difference(expected, found)

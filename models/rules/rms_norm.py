@@ -62,15 +62,15 @@ class UseRMSNormOp:
             setattr(module, name, OpRMSNorm(norm.weight, _eps(norm), offset, self._choice))
         return []
 
-    def verify(self, model: PreTrainedModel, probe: Probe, rewrite: Rewrite) -> str | None:
+    def verify(self, model: PreTrainedModel, probe: Probe, rewrite: Rewrite, device: torch.device) -> str | None:
         """Compare each member with the op on random weights, for several rows and for a strided view of them."""
         for name in rewrite.members:
-            norm = random_copy(model.get_submodule(rewrite.module).get_submodule(name))
+            norm = random_copy(model.get_submodule(rewrite.module).get_submodule(name), device)
             offset = _offset(norm)
             if offset is None:
                 return f"{name}: not an RMS norm of its last dimension"
             weight = norm.get_parameter("weight")
-            for x in _samples(weight.shape[0]):
+            for x in _samples(weight.shape[0], device):
                 with torch.no_grad():
                     expected, found = norm(x), self._choice.overload(x, weight, _eps(norm), offset)
                 if problem := difference(expected, found):
@@ -91,14 +91,15 @@ def _eps(norm: nn.Module) -> float:
     return next(float(getattr(norm, name)) for name in _EPSILONS if hasattr(norm, name))
 
 
-def _samples(size: int) -> list[Tensor]:
-    x = torch.randn(3, 5, 2 * size, generator=torch.Generator().manual_seed(0))
+def _samples(size: int, device: torch.device) -> list[Tensor]:
+    x = torch.randn(3, 5, 2 * size, generator=torch.Generator().manual_seed(0)).to(device)
     return [x[..., :size].contiguous(), x[..., size:], x[..., :size] * 1e-3]  # the last one shows where eps is added
 
 
 def _offset(norm: nn.Module) -> float | None:
-    """Which convention a norm follows, by what it computes for a random weight; None if neither."""
-    copied = random_copy(norm)
+    """Which convention a norm follows, by what it computes on the CPU for a random weight; None if neither."""
+    cpu = torch.device("cpu")
+    copied = random_copy(norm, cpu)
     weight, eps = copied.get_parameter("weight"), _eps(copied)
 
     def agrees(x: Tensor, offset: float) -> bool:
@@ -106,5 +107,5 @@ def _offset(norm: nn.Module) -> float | None:
         return difference(expected, copied(x)) is None
 
     with torch.no_grad():
-        samples = _samples(weight.shape[0])
+        samples = _samples(weight.shape[0], cpu)
         return next((offset for offset in _OFFSETS if all(agrees(x, offset) for x in samples)), None)

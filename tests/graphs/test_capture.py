@@ -140,16 +140,15 @@ def fill(
     ids = [token for tokens, _, _ in chunks for token in tokens]
     rows = list(range(len(ids))) if rows is None else rows
     width = width or max(-(-(start + len(tokens)) // BLOCK_SIZE) for tokens, start, _ in chunks)
-    sizes = StepSizes(len(ids), len(chunks), width, len(rows), masked=masked, previous_rows=len(previous))
-    arena = InputArena(CPU)
+    sizes = StepSizes(len(ids), len(chunks), width, len(rows), masked=masked)
+    arena = InputArena(CPU, torch.tensor(previous))
     inputs = arena.carve(sizes)
-    for tensor in inputs:
+    for tensor in inputs[:2] + inputs[3:]:
         tensor.zero_()
     inputs.input_ids[:] = torch.tensor(ids)
     inputs.prev_row.fill_(-1)
     for token, row in (fed_back or {}).items():
         inputs.prev_row[token] = row
-    inputs.prev_tokens[:] = torch.tensor(previous)
     inputs.logits_indices[:] = torch.tensor(rows)
     inputs.top_p.fill_(1)
     inputs.masked_ids.fill_(-1)

@@ -28,6 +28,7 @@ from models.adapted import adapt
 from models.report import RuleOutcome
 from models.step_inputs import StepInputs
 from ops.providers import Choice, choose
+from ops.triton.library import interpreting
 
 CPU = torch.device("cpu")
 CHOICES = choose(CPU, {}, torch.float32)
@@ -128,7 +129,7 @@ def captured(function: Callable[..., Any], *args: Any) -> tuple[fx.GraphModule, 
 def rewritten(graph: fx.GraphModule, rules: Iterable[Any]) -> tuple[fx.GraphModule, list[RuleOutcome]]:
     """A copy of a graph after rules, and their outcomes."""
     copied = fx.GraphModule(graph, copy.deepcopy(graph.graph))
-    outcomes = fuse(copied.graph, rules)
+    outcomes = fuse(copied.graph, rules, CPU)
     copied.graph.lint()
     copied.recompile()
     return copied, outcomes
@@ -337,6 +338,41 @@ def test_a_verification_that_cannot_run_skips_the_rule() -> None:
     reasons = {outcome.reason for outcome in outcomes if not outcome.applied}
     assert reasons == {"verification could not run: RuntimeError: no such kernel"}
     assert ours(graph).count("silu_and_mul.cpu") == 0
+
+
+@pytest.mark.parametrize("rule", GRAPH_RULES)
+def test_ops_are_verified_on_the_device_that_the_graph_is_for(rule: str) -> None:
+    """Here one that computes nothing, so that there is no result to compare."""
+    op, seen = WRONG[rule][0], set()
+
+    def watched(*args: Any) -> Any:
+        seen.update(arg.device.type for arg in args if isinstance(arg, Tensor))
+        return CHOICES[op].overload(*args)
+
+    graph = copy.deepcopy(family("mixtral").graph.graph)
+    outcomes = fuse(graph, [GRAPH_RULES[rule](with_overload(op, watched))], torch.device("meta"))
+    assert seen == {"meta"}
+    assert outcomes
+    assert all(outcome.reason.startswith("verification could not run") for outcome in outcomes)
+
+
+TRITON = ("rms_norm", "add_rms_norm", "silu_and_mul", "gelu_and_mul", "write_kv", "rope_write_kv")
+
+
+@pytest.mark.skipif(
+    not interpreting(), reason="the Triton kernels take this file's CPU tensors in the interpreter only"
+)
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text", "phi3"])
+def test_rules_use_the_triton_ops(name: str) -> None:
+    model, inputs = Captured(CONFIGS[name](), dict.fromkeys(TRITON, "triton")), fill(STEPS["mixed"])
+    graph, outcomes = rewritten(model.graph, rules(model.choices))
+    assert applied(outcomes) == APPLIED[name]
+    assert all(outcome.applied for outcome in outcomes)
+    activation = "gelu_and_mul" if name == "gemma3_text" else "silu_and_mul"
+    for op in ("add_rms_norm", activation, "rope_write_kv"):
+        assert ours(graph).count(f"{op}.triton") == (2 if op == "add_rms_norm" else 1) * LAYERS
+    assert "rms_norm.triton" in ours(graph)
+    assert_close(model.values(graph, inputs), model.values(model.graph, inputs))
 
 
 def test_outcomes_name_the_module_and_the_reason() -> None:

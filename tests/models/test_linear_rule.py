@@ -64,7 +64,7 @@ def make(config: PretrainedConfig | None = None, dtype: torch.dtype = torch.floa
 
 def outcomes_of(model: PreTrainedModel, overload: Any, provider: str = "fake") -> list[RuleOutcome]:
     """Apply the rule to `model` itself."""
-    _, outcomes = apply_rules(model, probe(model), [UseLinearOp(choice(overload, provider))])
+    _, outcomes = apply_rules(model, probe(model), [UseLinearOp(choice(overload, provider))], CPU)
     return outcomes
 
 
@@ -233,7 +233,7 @@ def test_an_op_that_is_wrong_in_the_dtype_of_the_model_only_is_found() -> None:
 def test_an_op_without_its_bias_is_found_even_for_layers_that_have_none() -> None:
     op = choice(lambda x, weight, bias: F.linear(x, weight))
     model = skeleton.share(make())
-    _, outcomes = apply_rules(model, probe(model), [UseLinearOp(op)])
+    _, outcomes = apply_rules(model, probe(model), [UseLinearOp(op)], CPU)
     assert all("verification failed" in reason for reason in failures(outcomes))
 
 
@@ -249,3 +249,11 @@ def test_layers_of_one_shape_are_verified_once() -> None:
     op = Counting()
     outcomes_of(skeleton.share(make(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 5}))), op)
     assert len(op.weights) == 3 * (4 + 3 + 1)  # three numbers of tokens; attention, feed-forward, head
+
+
+def test_the_op_is_verified_on_the_device_that_the_model_is_for() -> None:
+    """Here one that computes nothing, so that there is no result to compare."""
+    model, op = skeleton.share(make()), Counting()
+    _, outcomes = apply_rules(model, probe(model), [UseLinearOp(choice(op))], torch.device("meta"))
+    assert {weight.device.type for weight in op.weights} == {"meta"}
+    assert all(reason.startswith("verification could not run") for reason in failures(outcomes))

@@ -346,10 +346,10 @@ def test_verification_is_done_once_for_equal_layers_and_leaves_the_model_alone(
     verified: list[str] = []
     verify = MergeLinears.verify
 
-    def watched(self: Any, model: Any, probe: Any, rewrite: Any) -> str | None:
+    def watched(self: Any, model: Any, probe: Any, rewrite: Any, device: Any) -> str | None:
         attributes = {name: set(vars(module)) for name, module in model.named_modules()}
         config = model.config.to_dict()
-        result = verify(self, model, probe, rewrite)
+        result = verify(self, model, probe, rewrite, device)
         verified.append(rewrite.module)
         assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
         assert model.config.to_dict() == config
@@ -390,6 +390,7 @@ def test_the_report_of_a_model() -> None:
         "  swap_blocks: provider reference (asked for)\n"
         "  sample: provider reference (asked for)\n"
         "  linear: provider reference (asked for)\n"
+        "  grouped_linear: provider reference (asked for)\n"
         "  rms_norm: provider reference (asked for)\n"
         "  add_rms_norm: provider reference (asked for)\n"
         "  silu_and_mul: provider reference (asked for)\n"

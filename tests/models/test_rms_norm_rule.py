@@ -60,7 +60,7 @@ def make(config: PretrainedConfig | None = None) -> PreTrainedModel:
 
 def outcomes_of(model: PreTrainedModel, chosen: Choice | None = None) -> list[RuleOutcome]:
     """Apply the rule to `model` itself."""
-    _, outcomes = apply_rules(model, probe(model), [UseRMSNormOp(chosen or choice())])
+    _, outcomes = apply_rules(model, probe(model), [UseRMSNormOp(chosen or choice())], CPU)
     return outcomes
 
 
@@ -254,3 +254,17 @@ def test_an_op_that_raises_is_not_used() -> None:
 
     outcomes = outcomes_of(skeleton.share(make()), choice(broken))
     assert {outcome.reason for outcome in outcomes} == {"verification could not run: RuntimeError: no such instruction"}
+
+
+def test_the_op_is_verified_on_the_device_that_the_model_is_for() -> None:
+    """Here one that computes nothing, so that there is no result to compare."""
+    seen: set[str] = set()
+
+    def watched(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        seen.update((x.device.type, weight.device.type))
+        return reference.rms_norm(x, weight, eps, offset)
+
+    model = skeleton.share(make())
+    _, outcomes = apply_rules(model, probe(model), [UseRMSNormOp(choice(watched))], torch.device("meta"))
+    assert seen == {"meta"}
+    assert all(outcome.reason.startswith("verification could not run") for outcome in outcomes)

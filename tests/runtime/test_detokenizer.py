@@ -1,10 +1,11 @@
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import count, pairwise
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from runtime.detokenizer import Decoder, IncrementalDetokenizer
@@ -76,6 +77,45 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 
 BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """Decodes by more than its Rust part."""
+
+    def _decode(self, *args: Any, **kwargs: Any) -> str:
+        return super()._decode(*args, **kwargs).upper()
+
+
+class Window:
+    """The definition of a token's text: a window from the tokens that brought the last text out, decoded twice."""
+
+    def __init__(self, tokenizer: Decoder, prompt: Sequence[int], skip_special_tokens: bool = True) -> None:
+        self.tokenizer, self.skip, self.token_ids, self.waiting = tokenizer, skip_special_tokens, list(prompt[-6:]), 0
+        self.read, self.emitted = len(self.token_ids), len(self.decode())
+
+    def decode(self) -> str:
+        return self.tokenizer.decode(self.token_ids, skip_special_tokens=self.skip)
+
+    def append(self, token_id: int) -> str:
+        self.token_ids.append(token_id)
+        text = self.decode()
+        end = len(text)
+        self.waiting = self.waiting + 1 if text.endswith("\ufffd") else 0
+        if 0 < self.waiting < 4:
+            end = len(text.rstrip("\ufffd"))
+        elif 0 < self.waiting < 16:
+            end -= 1
+        delta = text[self.emitted : end]
+        if delta:
+            self.token_ids = self.token_ids[self.read :]
+            self.read, self.waiting = len(self.token_ids), 0
+            self.emitted = len(self.decode()) - (len(text) - end)
+        elif self.waiting == 0 and len(self.token_ids) - self.read > 8:
+            self.token_ids.pop()
+        return delta
+
+    def finish(self) -> str:
+        return self.decode()[self.emitted :]
 
 
 def test_multi_byte_characters_come_whole() -> None:
@@ -240,3 +280,150 @@ def test_stop_strings_against_the_definition(pieces: list[str], stop: tuple[str,
         assert (detokenizer.text, stopped) == (safe + searched[: len(searched) - held(searched, stop)], None)
     assert detokenizer.finish() is None
     assert detokenizer.text == safe + searched
+
+
+cuts = st.integers(0, 4)
+# Words, single bytes, the special token and ids without a token; characters, whole and cut.
+byte_level_ids = st.lists(
+    st.integers(0, len(BYTE_LEVEL) + 1).map(lambda token: [token])
+    | st.text("aé你👩\u200d\ufffd ", min_size=1, max_size=3).map(BYTE_LEVEL.encode)
+    | st.builds(lambda text, start, end: BYTE_LEVEL.encode(text)[start:end], st.sampled_from("é你👩"), cuts, cuts),
+    max_size=20,
+).map(lambda runs: [token for run in runs for token in run])
+
+
+def is_silent(token: int) -> bool:
+    return not BYTE_LEVEL.decode([token], skip_special_tokens=True)
+
+
+@given(byte_level_ids, byte_level_ids, st.booleans())
+def test_every_token_has_the_text_that_its_window_gives(prompt: list[int], token_ids: list[int], skip: bool) -> None:
+    window = Window(BYTE_LEVEL, prompt, skip)
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, prompt, skip_special_tokens=skip)
+    *parts, rest = deltas(stream(detokenizer, token_ids))
+    assert parts == [window.append(token_id) for token_id in token_ids]
+    assert rest == window.finish()
+
+
+@given(byte_level_ids, st.sampled_from(["", "the ", "你"]))
+def test_byte_level_tokens_join_to_the_text_of_all(token_ids: list[int], prompt: str) -> None:
+    assume(sum(map(is_silent, token_ids)) < 12)  # more between its bytes cut a character
+    context = BYTE_LEVEL.encode(prompt)
+    parts = deltas(stream(IncrementalDetokenizer(BYTE_LEVEL, context), token_ids))
+    assert prompt + "".join(parts) == BYTE_LEVEL.decode([*context, *token_ids], skip_special_tokens=True)
+
+
+@given(byte_level_ids, byte_level_ids, byte_level_ids, st.sampled_from([(), ("a",), ("é你", "the"), ("\ufffd",)]))
+def test_forks_go_their_own_ways(before: list[int], left: list[int], right: list[int], stop: tuple[str, ...]) -> None:
+    def fresh(tokens: list[int]) -> tuple[IncrementalDetokenizer, list[str]]:
+        detokenizer = IncrementalDetokenizer(BYTE_LEVEL, [], stop=stop)
+        return detokenizer, stream(detokenizer, tokens)
+
+    parent = IncrementalDetokenizer(BYTE_LEVEL, [], stop=stop)
+    if any(parent.append(token) for token in before):
+        return
+    forks = [parent.fork(stop=stop, min_tokens=0), parent.copy()]
+    ends = [stream(fork, tokens)[-1] for fork, tokens in zip(forks, (left, right), strict=True)]
+    assert ends == [fresh([*before, *tokens])[1][-1] for tokens in (left, right)]
+    assert [fork.matched for fork in forks] == [fresh([*before, *tokens])[0].matched for tokens in (left, right)]
+    assert (parent.text, parent.num_tokens) == (fresh(before)[1][-2], len(before))
+    other = parent.fork(stop=("d",), min_tokens=0)
+    shown = other.text
+    assert parent.text == shown[: len(parent.text)]
+    assert "d" not in stream(other, left)[-1][len(shown) :]
+
+
+def test_tokens_of_whole_characters_need_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    token_ids = BYTE_LEVEL.encode("the quick 👩 and the end")
+    assert stream(IncrementalDetokenizer(BYTE_LEVEL, []), token_ids)[-1] == "the quick 👩 and the end"
+    detokenizer, taken = IncrementalDetokenizer(BYTE_LEVEL, []), []
+    next_delta = detokenizer._next_delta
+
+    def note(token_id: int) -> Any:
+        taken.append(token_id)
+        return next_delta(token_id)
+
+    monkeypatch.setattr(detokenizer, "_next_delta", note)
+    stream(detokenizer, token_ids)
+    assert taken == BYTE_LEVEL.encode("👩")
+
+
+def word_pieces(**options: Any) -> PreTrainedTokenizerFast:
+    vocab = {piece: i for i, piece in enumerate(["<s>", "do", "##ing", "n't", ".", "it", "'s"])}
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="<s>"))
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", **options)
+
+
+def patched() -> PreTrainedTokenizerFast:
+    tokenizer = byte_level()
+    decode = tokenizer.decode
+    tokenizer.decode = lambda *args, **kwargs: decode(*args, **kwargs).upper()  # type: ignore[method-assign]
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text"),
+    [
+        (Shouting(tokenizer_object=byte_level().backend_tokenizer, bos_token="<s>"), "THE FOX"),
+        (patched(), "THE FOX"),
+        (byte_level(), "the fox"),
+        (byte_level().backend_tokenizer, "the fox"),
+    ],
+)
+def test_a_tokenizer_with_a_decoding_of_its_own_keeps_it(tokenizer: Any, text: str) -> None:
+    token_ids = BYTE_LEVEL.encode("the fox")
+    assert stream(IncrementalDetokenizer(tokenizer, []), token_ids)[-1] == text
+
+
+@pytest.mark.parametrize("cleans_up", [False, True])
+def test_spaces_are_cleaned_up_where_the_tokenizer_does(cleans_up: bool) -> None:
+    tokenizer = word_pieces(clean_up_tokenization_spaces=cleans_up)
+    token_ids = [1, 2, 5, 6, 4, 1, 3]
+    whole = tokenizer.decode(token_ids)
+    assert whole == ("doing it's. don't" if cleans_up else "doing it 's . do n't")
+    window = Window(tokenizer, [])
+    parts = deltas(stream(IncrementalDetokenizer(tokenizer, []), token_ids))
+    assert parts == [*map(window.append, token_ids), window.finish()]
+    if not cleans_up:
+        assert "".join(parts) == whole
+
+
+def test_two_tokenizers_keep_their_texts_apart() -> None:
+    shifted = byte_level()
+    shifted.add_special_tokens({"additional_special_tokens": [AddedToken("the", special=True)]})
+    token_ids = BYTE_LEVEL.encode("the fox")
+    assert stream(IncrementalDetokenizer(BYTE_LEVEL, []), token_ids)[-1] == "the fox"
+    assert stream(IncrementalDetokenizer(shifted, []), token_ids)[-1] == " fox"
+
+
+class Failing(ByteTokenizer):
+    """Raises in the calls that `fails` names."""
+
+    def __init__(self, fails: set[int]) -> None:
+        super().__init__()
+        self.fails, self.calls = fails, count()
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        if next(self.calls) in self.fails:
+            raise KeyboardInterrupt
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@given(st.sets(st.integers(1, 60)), st.lists(st.sampled_from("aé👩END"), max_size=8).map("".join))
+def test_what_is_interrupted_can_be_done_again(fails: set[int], text: str) -> None:
+    """The tokenizer's first call is the constructor's; any later one may fail."""
+    detokenizer = IncrementalDetokenizer(Failing(fails), [97], stop=("END",))
+
+    def insist(call: Any, *args: Any) -> Any:
+        while True:
+            before = detokenizer.text, detokenizer.num_tokens
+            try:
+                return call(*args)
+            except KeyboardInterrupt:
+                assert (detokenizer.text, detokenizer.num_tokens) == before
+
+    token_ids = text.encode()[:-1]
+    if not any(insist(detokenizer.append, token) for token in token_ids):
+        insist(detokenizer.finish)
+    assert (detokenizer.text, detokenizer.matched) == run(token_ids, stop=("END",))

@@ -114,6 +114,7 @@ class Driver:
 
     def forward(self, schedule: Schedule) -> tuple[list[int], list[Candidates]]:
         self.move_blocks(schedule)
+        self.manager.finish_transfers()
         for row in schedule.rows:
             end = row.start + row.num_tokens
             for i, slot in enumerate(self.slots(row.request, row.start, end), row.start):

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from graphs import swap_space
 from runtime import BeamSearchParams, RequestOutput, SamplingParams
-from runtime.beam_search import Candidates
 from runtime.engine import Engine
 from runtime.metrics import StepSeconds
+from runtime.model_runner import StepInFlight
 from runtime.request import Request
 from runtime.schedule import Schedule
 
@@ -94,13 +94,13 @@ def test_swapped_out_requests_go_on_without_recomputation(
     model = tiny_model(family)
     engine = make_engine(model, num_blocks=24, enable_prefix_caching=caching, **SWAP)
     steps: list[int] = []
-    run = engine.runner.run
+    launch = engine.runner.launch
 
-    def recorded(schedule: Schedule, seconds: StepSeconds) -> tuple[list[int], list[Candidates]]:
+    def recorded(schedule: Schedule, seconds: StepSeconds) -> StepInFlight:
         steps.append(schedule.num_tokens)
-        return run(schedule, seconds)
+        return launch(schedule, seconds)
 
-    engine.runner.run = recorded  # type: ignore[method-assign]
+    engine.runner.launch = recorded  # type: ignore[method-assign]
     ids = [engine.add_request(prompt, GREEDY) for prompt in DIFFERENT]
     outputs = drain(engine)
     assert tokens([outputs[i] for i in ids]) == [hf_greedy(model, prompt, NEW) for prompt in DIFFERENT]
@@ -422,17 +422,17 @@ def test_an_interrupted_step_moves_nothing_twice(
 ) -> None:
     """Ctrl-C after the forward, which has written to the blocks that were swapped out just before it."""
     engine = make_engine(llama, **{**TIGHT, "enable_prefix_caching": caching})
-    run, left = engine.runner.run, ["swap_outs", "swap_ins"]
+    launch, left = engine.runner.launch, ["swap_outs", "swap_ins"]
 
-    def interrupted(schedule: Schedule, seconds: StepSeconds) -> tuple[list[int], list[Candidates]]:
-        results = run(schedule, seconds)
+    def interrupted(schedule: Schedule, seconds: StepSeconds) -> StepInFlight:
+        results = launch(schedule, seconds)
         for name in left:
             if getattr(schedule, name):
                 left.remove(name)
                 raise KeyboardInterrupt
         return results
 
-    engine.runner.run = interrupted  # type: ignore[method-assign]
+    engine.runner.launch = interrupted  # type: ignore[method-assign]
     add_pair(engine)
     last: dict[str, list[int]] = {}
     while engine.has_unfinished_requests():
