@@ -1,8 +1,9 @@
 """How long is the host's part of a decode step, and does it grow with the pool or the context?
 
-python -m bench.host_overhead
+python -m bench.host_overhead [--text]
 
-No model, no text: a Scheduler over a KVCacheManager, an InputFiller over an arena on the CPU, and made-up tokens.
+No model: a Scheduler over a KVCacheManager, an InputFiller over an arena on the CPU, and made-up tokens. Text has a
+table of its own: outputs of requests that say the README, by the default model's tokenizer.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from graphs.inputs import InputArena
+from models.checkpoint import resolve
 from runtime.batch import InputFiller
+from runtime.completions import Completions
 from runtime.memory.block import KVCacheBlock
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.request import Request
@@ -32,6 +36,7 @@ from runtime.scheduler import Scheduler
 BLOCK_SIZE = 16
 VOCAB_SIZE = 49152
 TARGET_BATCH, TARGET_US = 256, 500.0
+TEXT_TARGET_US = 6.0  # a request and token
 
 
 class StepSeconds(NamedTuple):
@@ -132,6 +137,7 @@ class DecodeLoop:
     def _prefill(self) -> None:
         schedule = self.scheduler.schedule()
         assert not self.scheduler.num_waiting
+        self.scheduler.manager.finish_transfers()
         self.scheduler.update(schedule, self._draw(schedule))
 
     def _draw(self, schedule: Schedule) -> list[int]:
@@ -147,6 +153,7 @@ class DecodeLoop:
         assert len(schedule.rows) == schedule.num_tokens == self.batch
         tokens = self._draw(schedule)
         launched = time.perf_counter()
+        self.scheduler.manager.finish_transfers()
         self.scheduler.update(schedule, tokens)
         end = time.perf_counter()
         return StepSeconds(scheduled - start, filled - scheduled, end - launched, self._allocate_seconds - allocated)
@@ -156,12 +163,54 @@ class DecodeLoop:
         return self.manager.seconds if isinstance(self.manager, _TimedManager) else 0.0
 
 
+class TextLoop:
+    """`batch` requests that go on saying `script`, each from another place, and have `length` tokens out at first.
+
+    A step takes a token's text and makes the output of each request; `read` reads text and tokens of these, as a user
+    would. `steps` holds seconds a request.
+    """
+
+    def __init__(self, tokenizer: Any, script: Sequence[int], batch: int, *, length: int, read: bool) -> None:
+        self.batch, self.length, self.read = batch, length, read
+        self.steps: list[float] = []
+        starts = [index * len(script) // batch for index in range(batch)]
+        self._says = [itertools.cycle([*script[start:], *script[:start]]) for start in starts]
+        params = SamplingParams(max_tokens=sys.maxsize)
+        self._requests = [
+            Request(str(index), script[:8], params, arrival=index, eos_token_ids=frozenset(), max_model_len=sys.maxsize)
+            for index in range(batch)
+        ]
+        self._completions = [Completions(request, None, tokenizer) for request in self._requests]
+        for _ in range(length):
+            self._say()
+        self.run(1)  # takes all of these
+        self.steps.clear()
+
+    def run(self, steps: int) -> None:
+        """Add the seconds of that many steps to `steps`."""
+        for _ in range(steps):
+            self._say()
+            start = time.perf_counter()
+            for completions in self._completions:
+                completions.take(completions.root)
+            for completions in self._completions:
+                output = completions.output()
+                if self.read:
+                    assert output.outputs[0].text
+                    assert output.outputs[0].token_ids
+            self.steps.append((time.perf_counter() - start) / self.batch)
+
+    def _say(self) -> None:
+        for request, says in zip(self._requests, self._says, strict=True):
+            request.append_token(next(says))
+
+
 def blocks_needed(batch: int, context: int, lifetime: int) -> int:
     """The size of a pool, the null block included, that holds a DecodeLoop without preemption."""
     return batch * -(-(context + lifetime + 2) // BLOCK_SIZE) + 1
 
 
-def alternate(loops: Sequence[DecodeLoop], steps: int, rounds: int) -> None:
+def alternate(loops: Sequence[DecodeLoop | TextLoop], steps: int, rounds: int) -> None:
     """Run the loops in turn, `rounds` times `steps` steps each, after one round that is not kept."""
     for index in range(rounds + 1):
         for loop in loops:
@@ -238,6 +287,20 @@ def measure_flatness(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_text(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Text and outputs for each request and token, by batch size, tokens so far, and whether the outputs are read."""
+    tokenizer = resolve("smollm2").load_tokenizer()
+    assert tokenizer is not None
+    script = tokenizer.encode((Path(__file__).parent.parent / "README.md").read_text())
+    cases = itertools.product(args.text_batch, args.text_lengths, (False, True))
+    loops = [TextLoop(tokenizer, script, batch, length=length, read=read) for batch, length, read in cases]
+    alternate(loops, args.steps, args.rounds)
+    return [
+        {"batch": loop.batch, "length": loop.length, "read": loop.read, "request": summary(loop.steps)}
+        for loop in loops
+    ]
+
+
 def print_phases(rows: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
     """One line for each batch size, and the target."""
     print(
@@ -271,6 +334,18 @@ def print_flatness(rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
+def print_text(rows: Sequence[dict[str, Any]]) -> None:
+    """One line for each case, and the target."""
+    print("\ntext and outputs in us for each request and token; read: the outputs' text and tokens are looked at")
+    print("".join(f"{name:>10}" for name in ("batch", "length", "read", "median", "mean", "p90", "max")))
+    for row in rows:
+        shown = (row["batch"], row["length"], "yes" if row["read"] else "no")
+        print("".join(f"{value:>10}" for value in shown) + "".join(f"{us:>10.2f}" for us in row["request"].values()))
+    unread = [row["request"]["median"] for row in rows if not row["read"]]
+    verdict = "met" if max(unread) <= TEXT_TARGET_US else "missed"
+    print(f"{'':>10}target: medians of unread outputs <= {TEXT_TARGET_US:.0f} us: {verdict}")
+
+
 def _on_off(row: dict[str, Any]) -> str:
     return "on" if row["prefix_caching"] else "off"
 
@@ -280,7 +355,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def main() -> None:
-    """Print the phases, the target and the flatness, then one JSON line."""
+    """Print the phases, the target, the flatness and, if asked for, the text; then one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--batch", type=_sizes, default="1,64,256", help="batch sizes, separated by commas")
     parser.add_argument("--context", type=int, default=512, help="prompt tokens of each sequence")
@@ -290,13 +365,19 @@ def main() -> None:
     parser.add_argument("--flat-batch", type=_sizes, default="64,256", help="batch sizes of the flatness table")
     parser.add_argument("--flat-pools", type=_sizes, default="2048,16384,131072", help="blocks of its pools")
     parser.add_argument("--flat-contexts", type=_sizes, default="128,1024,8192", help="its prompt lengths")
+    parser.add_argument("--text", action="store_true", help="the text's table too; fetches the default model")
+    parser.add_argument("--text-batch", type=_sizes, default="1,64", help="batch sizes of the text's table")
+    parser.add_argument("--text-lengths", type=_sizes, default="16,2000", help="its output tokens so far")
     args = parser.parse_args()
     phases = measure_phases(args)
     print_phases(phases, args)
     flatness = measure_flatness(args)
     print_flatness(flatness)
+    text = measure_text(args) if args.text else []
+    if text:
+        print_text(text)
     sys.stdout.flush()
-    sizes = {name: value for name, value in vars(args).items() if isinstance(value, int)}
+    sizes = {name: value for name, value in vars(args).items() if type(value) is int}
     print(
         json.dumps(
             {
@@ -309,6 +390,7 @@ def main() -> None:
                 "target_us": TARGET_US,
                 "rows": phases,
                 "flatness": flatness,
+                "text": text,
             }
         )
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,15 +27,11 @@ class InputFiller:
         self, arena: InputArena, manager: KVCacheManager, padded: Callable[[StepSizes], StepSizes] = lambda sizes: sizes
     ) -> None:
         self._arena, self._manager, self._padded = arena, manager, padded
-        self._sizes: StepSizes | None = None  # of the last step, if one may be continued
-        self._own_sizes: StepSizes  # before they were padded
-        self._rows: list[tuple[Request, int]] = []  # its requests, and how often each had been preempted
-        self._starts: list[int] = []  # where each would go on
-        self._table_width = 0  # columns that its tables have
+        self._last: _Continuable | None = None
 
     def forget(self) -> None:
         """Continue nothing: the arena has been written by others."""
-        self._sizes = None
+        self._last = None
 
     def fill(self, schedule: Schedule) -> StepInputs:
         """Write the step's inputs and return the device's tensors. Side effect: the arena's content.
@@ -42,43 +39,44 @@ class InputFiller:
         A step that samples nothing (chunks in mid-prompt only) still gets one row of logits, which nobody reads: the
         graph then has no empty tensor.
         """
-        rows = schedule.rows
-        assert rows, "an empty step has no inputs"
-        sizes, self._sizes = self._sizes, None  # nothing to continue, should this be interrupted
-        if sizes is None or not self._continues(rows, sizes):
-            sizes = self._write(schedule)
-        self._sizes = sizes
+        assert schedule.rows, "an empty step has no inputs"
+        last, self._last = self._last, None  # nothing to continue, should this be interrupted
+        self._last = last if last is not None and self._continues(schedule.rows, last) else self._write(schedule)
         return self._arena.upload()
 
-    def _continues(self, rows: list[ScheduledRow], sizes: StepSizes) -> bool:
-        """Advance the inputs of the last step, which had `sizes`, by one token each, if that is what this one is."""
-        starts = [row.start for row in rows]
-        if starts != self._starts or self._manager.num_blocks_for(max(starts) + 1) > self._table_width:
+    def _continues(self, rows: list[ScheduledRow], last: _Continuable) -> bool:
+        """Advance the inputs of the last step by one token each, if that is what this one is."""
+        if len(rows) != len(last.requests) or last.longest == last.capacity:
             return False
-        for row, (request, num_preemptions) in zip(rows, self._rows, strict=True):
+        for row, request, num_preemptions, start in zip(
+            rows, last.requests, last.preemptions, last.starts, strict=True
+        ):
             same = row.request is request and request.num_preemptions == num_preemptions
-            if not same or row.num_tokens != 1 or row.num_draws != 1 or request.masked_token_ids(row.start + 1):
+            if not same or row.start != start or row.num_tokens != 1 or row.num_draws != 1:
                 return False
-        if self._padded(self._own_sizes) != sizes:  # a graph that was not there yet
+        if self._padded(last.own) != last.sizes:  # a graph that was not there yet
             return False
-        self._starts = [start + 1 for start in starts]
-        host, size, count = self._arena.carve(sizes), self._manager.block_size, len(rows)
-        host.input_ids.numpy()[:count] = [_token(row) for row in rows]
-        host.prev_row.numpy()[:count] = [row.previous_draw for row in rows]
-        positions = host.positions.numpy()[:count]
-        positions += 1
-        seq_lens = host.seq_lens.numpy()[:count]
-        seq_lens += 1
-        host.noise_position.numpy()[:count] = seq_lens
+        size, block_ids = self._manager.block_size, self._manager.block_ids
+        last.starts = [start + 1 for start in last.starts]
+        last.longest += 1
+        is_ahead = rows[0].previous_draw >= 0  # then all are
+        if is_ahead or last.is_ahead:
+            last.prev_row[:] = [row.previous_draw for row in rows]
+            last.is_ahead = is_ahead
+        if not is_ahead:
+            last.input_ids[:] = [row.request.token_ids[row.start] for row in rows]
+        last.positions += 1
+        last.seq_lens += 1
+        last.noise_position += 1
         # Of a table only the block that is written can be another one: a new one, or a copy on write.
-        last = [self._manager.block_ids(row.request)[row.start // size] for row in rows]
-        table = host.block_table.numpy()[0]
-        table[np.arange(count), positions // size] = last
-        host.slot_mapping.numpy()[0, :count] = np.array(last, dtype=np.int64) * size + positions % size
+        blocks = np.array([block_ids(row.request)[row.start // size] for row in rows], dtype=np.int64)
+        column, offset = np.divmod(last.positions, size)
+        last.block_table[last.lines, column] = blocks
+        last.slot_mapping[:] = blocks * size + offset
         return True
 
-    def _write(self, schedule: Schedule) -> StepSizes | None:
-        """Write all fields; returns the sizes if the next step may continue from here."""
+    def _write(self, schedule: Schedule) -> _Continuable | None:
+        """Write all fields; returns what the next step may continue from."""
         rows = schedule.rows
         lengths = np.array([row.num_tokens for row in rows])
         stops = np.array([row.start for row in rows]) + lengths
@@ -98,12 +96,54 @@ class InputFiller:
         host = _first(host, own)
         _fill_tokens(host, rows, lengths, stops, self._manager)
         _fill_sampling(host, sampled, masked)
-        # Beams change whole tables, and ids are masked for some steps only.
+        # Beams change whole tables. Ids that are masked now need not be the next time; none now means none later.
         plain = not any(masked) and all(row.num_draws == 1 and row.request.lead.search is None for row in rows)
-        self._rows = [(row.request, row.request.num_preemptions) for row in rows]
-        self._starts = stops.tolist()
-        self._own_sizes, self._table_width = own, sizes.table_width
-        return sizes if plain and own.tokens == len(rows) else None
+        if not plain or own.tokens != len(rows):
+            return None
+        return _Continuable(
+            own=own,
+            sizes=sizes,
+            requests=[row.request for row in rows],
+            preemptions=[row.request.num_preemptions for row in rows],
+            starts=stops.tolist(),
+            longest=int(stops.max()),
+            capacity=sizes.table_width * self._manager.block_size,
+            is_ahead=rows[0].previous_draw >= 0,
+            lines=np.arange(len(rows)),
+            input_ids=host.input_ids.numpy(),
+            prev_row=host.prev_row.numpy(),
+            positions=host.positions.numpy(),
+            seq_lens=host.seq_lens.numpy(),
+            noise_position=host.noise_position.numpy(),
+            block_table=host.block_table.numpy()[0],
+            slot_mapping=host.slot_mapping.numpy()[0],
+        )
+
+
+@dataclass
+class _Continuable:
+    """A decode step that was written, and the fields in the arena that change when each of its rows goes one token on.
+
+    own, sizes: its sizes, and those it was padded to. starts: where each request goes on, longest the largest of them,
+    and capacity the tokens that a line of its table has room for. is_ahead: whether its tokens were still being drawn.
+    """
+
+    own: StepSizes
+    sizes: StepSizes
+    requests: list[Request]
+    preemptions: list[int]  # of each request so far: one that came back has other blocks
+    starts: list[int]
+    longest: int
+    capacity: int
+    is_ahead: bool
+    lines: np.ndarray
+    input_ids: np.ndarray
+    prev_row: np.ndarray
+    positions: np.ndarray
+    seq_lens: np.ndarray
+    noise_position: np.ndarray
+    block_table: np.ndarray
+    slot_mapping: np.ndarray
 
 
 def _token(row: ScheduledRow) -> int:

@@ -13,8 +13,8 @@ class Variant:
 
     name: unique, e.g. "decode bf16 D128 G4". kernel: the `@triton.jit` function. signature: argument name -> Triton
     type ("*bf16", "i32", "fp32"; "constexpr" for those in constexprs). aligned: names of the pointers and integers that
-    are divisible by 16. num_warps, num_stages: of the launch. archs: those it is launched on, of the
-    ones that the tests compile for (80 is compute capability 8.0).
+    are divisible by 16. num_warps, num_stages: of the launch. archs: of those that the tests compile for,
+    the ones it is launched on (80 is compute capability 8.0).
     """
 
     name: str

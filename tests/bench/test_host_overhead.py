@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench import host_overhead
-from bench.host_overhead import DecodeLoop, blocks_needed
+from bench.host_overhead import DecodeLoop, TextLoop, blocks_needed
 
 TINY = (
     "--batch 1,3 --context 20 --pool 64 --steps 16 --rounds 2 --flat-batch 2,3 --flat-pools 32,64 --flat-contexts 8,40"
@@ -68,3 +68,12 @@ def test_a_decode_loop_keeps_every_step_but_those_that_end_everyone() -> None:
 def test_a_pool_that_is_too_small_is_refused() -> None:
     with pytest.raises(ValueError, match="larger pools"):
         DecodeLoop(2, context=20, num_blocks=blocks_needed(2, 20, 5) - 1, lifetime=5)
+
+
+def test_a_text_loop_times_every_step_of_requests_that_have_text(byte_tokenizer: Any) -> None:
+    loop = TextLoop(byte_tokenizer, list(b"the script"), 3, length=5, read=True)
+    loop.run(4)
+    assert len(loop.steps) == 4
+    assert all(seconds > 0 for seconds in loop.steps)
+    texts = [completions.output().outputs[0].text for completions in loop._completions]
+    assert texts == ["the script", " scriptthe", "riptthe sc"]
