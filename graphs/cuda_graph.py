@@ -43,8 +43,10 @@ class CudaGraphs:
     def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """See GraphMaker."""
         graph = torch.cuda.CUDAGraph()
-        # thread_local: what other threads of the process do to the device meanwhile is their own business.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # A capture that breaks, for want of memory, leaves its own stream as the current one: the outer context ends
+        # that. thread_local: what other threads of the process do to the device meanwhile is their own business.
+        current = torch.cuda.stream(torch.cuda.current_stream(self._device))
+        with current, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph
 

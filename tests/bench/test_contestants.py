@@ -167,8 +167,8 @@ def last_line(printed: str) -> dict[str, Any]:
 def test_decode_latency_prints_every_case_and_says_who_is_left_out(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(decode_latency, "ReadBandwidth", partial(ReadBandwidth, nbytes=1 << 20))
-    sizes = "--batch 1,3 --prompt 4 --steps 3 --prefill 8 --rounds 2 --backend eager --against eager"
+    monkeypatch.setattr(decode_latency, "bandwidth_of", partial(ReadBandwidth, nbytes=1 << 20))
+    sizes = "--batch 1,3 --context= --prompt 4 --steps 3 --prefill 8 --rounds 2 --backend eager --against eager"
     decode_latency.main(["--model", str(folder), *sizes.split()])
     result = last_line(capsys.readouterr().out)
     (model,) = result["models"]
