@@ -57,7 +57,7 @@ from bench.rounds import alternate, machine, ratio
 from bench.sections import Note, work
 from bench.step_time import GRAPH, decode_times, executors, greedy_arguments
 from graphs.capture import compiler_missing
-from graphs.cuda_graph import WARM_UPS, CudaGraphs, RecordedGraphs
+from graphs.cuda_graph import CudaGraphs, RecordedGraphs
 from ops.providers import REGISTRY, choose, select
 from ops.schema import SCHEMAS, overload
 from runtime.engine import Engine
@@ -183,14 +183,7 @@ def check_replay(case: Case, provider: str, dtype: torch.dtype, setup: Setup) ->
         kept[:] = [op(*static)]
 
     with torch.no_grad():
-        for _ in range(WARM_UPS):
-            run()
-        _synchronize(setup)
-        if setup.on_gpu:
-            with torch.cuda.stream(torch.cuda.current_stream(setup.device)):  # a failed capture leaves its own behind
-                graph = CudaGraphs(setup.device).capture(run)
-        else:
-            graph = RecordedGraphs().capture(run)
+        graph = (CudaGraphs(setup.device) if setup.on_gpu else RecordedGraphs()).capture(run)
         fill(static, others)
         graph.replay()
         _synchronize(setup)
@@ -548,6 +541,8 @@ def _synchronize(setup: Setup) -> None:
 def _unfit(setup: Setup) -> str | None:
     try:
         _synchronize(setup)
+        if setup.on_gpu and torch.cuda.is_current_stream_capturing():
+            return "a capture broke, and torch does not get over it"
     except RuntimeError as error:
         return f"the device is lost to this process: {error}".splitlines()[0]
     return None

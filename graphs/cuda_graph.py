@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-WARM_UPS = 2  # runs before a capture: the first one compiles and loads kernels, which a capture forbids
+
+class CaptureError(RuntimeError):
+    """What was to be captured waits for the device, or reads from it, which no graph can replay."""
 
 
 class Replayable(Protocol):
@@ -24,7 +26,10 @@ class GraphMaker(Protocol):
     """Captures functions; all graphs of one maker share their memory, so no two may run at once."""
 
     def capture(self, run: Callable[[], None]) -> Replayable:
-        """Capture what `run` does, which has run before."""
+        """Run `run` until all that it needs is there, and then capture what it does.
+
+        Raises CaptureError for what cannot be captured, torch.OutOfMemoryError, or what is raised in its wake.
+        """
 
     def memory_used(self) -> int:
         """Bytes in use on the device: differences count."""
@@ -42,6 +47,16 @@ class CudaGraphs:
 
     def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """See GraphMaker."""
+        run()  # compiles and loads kernels, which a capture forbids
+        try:
+            torch.cuda.set_sync_debug_mode("error")  # now, since torch 2.11 does not recover from a broken capture
+            run()
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            raise CaptureError(str(error)) from error
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         graph = torch.cuda.CUDAGraph()
         # A capture that breaks, for want of memory, leaves its own stream as the current one: the outer context ends
         # that. thread_local: what other threads of the process do to the device meanwhile is their own business.
@@ -51,8 +66,12 @@ class CudaGraphs:
         return graph
 
     def memory_used(self) -> int:
-        """See GraphMaker: what the driver says, since graphs take memory beside that of their tensors."""
+        """See GraphMaker: what the driver says, since graphs take memory beside that of their tensors.
+
+        Side effect: what torch has cached goes back first; a capture, which does that too, would seem to free some.
+        """
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
@@ -77,6 +96,7 @@ class RecordedGraphs:
 
     def capture(self, run: Callable[[], None]) -> RecordedGraph:
         """See GraphMaker."""
+        run()
         with _Recorder() as recorder:
             run()
         graph = RecordedGraph(recorder.calls)
@@ -118,7 +138,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
-            raise RuntimeError(f"{func} reads a tensor on the host, which cannot be captured")
+            raise CaptureError(f"{func} reads a tensor on the host, which cannot be captured")
         result = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, result))
         return result

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from graphs.buckets import Buckets
-from graphs.cuda_graph import WARM_UPS, GraphMaker, Replayable
+from graphs.cuda_graph import CaptureError, GraphMaker, Replayable
 from graphs.executor import Executor
 from graphs.inputs import InputArena, StepSizes, fill_padding
 from graphs.kv_cache import KVCache
@@ -30,7 +31,7 @@ class GraphExecutor:
     where the next step finds them.
 
     Without `capture` nothing is captured before `capture_missing` is called: a bucket that a step has missed.
-    debug: each replay checks that inputs and caches lie where they lay when it was captured.
+    debug: each replay checks that its inputs lie where they lay when it was captured.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class GraphExecutor:
         return graph_sizes(bucket, self.table_width)
 
     def padded(self, sizes: StepSizes) -> StepSizes:
-        """See Executor: those of the bucket of a decode step that has a graph."""
+        """See Executor: those of the bucket of a decode step that has a graph. One that has none yet is missing now."""
         batch = sizes.sequences
         if not sizes.tokens == batch == sizes.rows:
             return sizes
@@ -113,8 +114,7 @@ class GraphExecutor:
         captured = self.captured
         self.forget()
         self.inner.rebind()
-        for bucket in reversed(captured):
-            self._capture(bucket)
+        self._capture_all(reversed(captured))
 
     def forget(self) -> None:
         """Let go of all graphs and of their memory."""
@@ -126,13 +126,11 @@ class GraphExecutor:
     def capture(self, *, progress: bool = True) -> None:
         """Capture every bucket that has no graph yet. Side effects: the arena's inputs and outputs, the null block.
 
-        A bucket for which the memory does not suffice is dropped, with a warning.
+        A bucket for which the memory does not suffice is dropped, with a warning; all are, if what runs there cannot be
+        captured (experts whose grouped product reads on the host).
         """
-        before = self._maker.memory_used()
         todo = [bucket for bucket in reversed(self.buckets.sizes) if bucket not in self._graphs]
-        for bucket in tqdm(todo, desc="capture", unit="graph", disable=None if progress else True):
-            self._try_capture(bucket)
-        self.nbytes += self._maker.memory_used() - before
+        self._capture_all(tqdm(todo, desc="capture", unit="graph", disable=None if progress else True))
 
     def capture_missing(self) -> bool:
         """Capture the bucket that a step missed first since this was last called; whether there was one.
@@ -143,9 +141,7 @@ class GraphExecutor:
             return False
         bucket = next(iter(self._missing))
         del self._missing[bucket]
-        before = self._maker.memory_used()
-        self._try_capture(bucket)
-        self.nbytes += self._maker.memory_used() - before
+        self._capture_all([bucket])
         return True
 
     def measure(self) -> int:
@@ -157,7 +153,7 @@ class GraphExecutor:
         start = self._maker.memory_used()
         while self.buckets.sizes and not self._graphs:  # a bucket that does not fit is gone
             self._try_capture(self.buckets.sizes[-1])
-        first = self._maker.memory_used() - start
+        first = max(0, self._maker.memory_used() - start)
         each, others = 0, len(self.buckets.sizes) - 1
         if others > 0:
             self._try_capture(self.buckets.sizes[0])
@@ -165,9 +161,19 @@ class GraphExecutor:
         self.forget()
         return first + each * max(0, others)
 
+    def _capture_all(self, buckets: Iterable[int]) -> None:
+        before = self._maker.memory_used()
+        for bucket in buckets:
+            if bucket in self.buckets.sizes:  # not if none can be captured
+                self._try_capture(bucket)
+        self.nbytes += self._maker.memory_used() - before
+
     def _try_capture(self, bucket: int) -> None:
         try:
             self._capture(bucket)
+        except CaptureError as error:
+            self.buckets = Buckets([])
+            logger.warning("decode steps run uncaptured: %s", error)
         except Exception as error:
             if not _is_out_of_memory(error):
                 raise
@@ -189,8 +195,6 @@ class GraphExecutor:
             tokens.copy_(outputs.tokens)
             logits.copy_(outputs.logits)
 
-        for _ in range(WARM_UPS):
-            run()
         self._graphs[bucket] = self._maker.capture(run)
         self._addresses[bucket] = _addresses(inputs)
 
@@ -221,9 +225,10 @@ def _addresses(inputs: StepInputs) -> list[int]:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether that, or what it was raised in the wake of, is torch's own: ending a broken capture raises another."""
+    """Whether that, or what it was raised in the wake of, is for want of memory: torch's own, or a library's."""
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
+        said = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in said or "ALLOC_FAILED" in said:
             return True
         error = error.__cause__ or error.__context__
     return False

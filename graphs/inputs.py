@@ -150,9 +150,10 @@ def nbytes(sizes: StepSizes) -> int:
 def fill_padding(host: StepInputs, first: int = 0) -> None:
     """Make sequences of a decode step, from the one with index `first` on, padding: one token each, at position 0 of
     the null block, drawn greedily and read by nobody. Every field but those of the rows before is written."""
-    for name in ("input_ids", "positions", "seq_lens", "temperature", "top_k", "top_p", "min_p", "noise_key"):
-        getattr(host, name).numpy()[first:] = name in ("seq_lens", "top_p")
-    host.noise_position.numpy()[first:] = 0
+    for name in ("input_ids", "positions", "temperature", "top_k", "min_p", "noise_key", "noise_position"):
+        getattr(host, name).numpy()[first:] = 0
+    host.seq_lens.numpy()[first:] = 1
+    host.top_p.numpy()[first:] = 1
     host.prev_row.numpy()[first:] = -1
     host.masked_ids.numpy()[first:] = -1
     host.slot_mapping.numpy()[:, first:] = 0

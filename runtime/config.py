@@ -121,8 +121,6 @@ class EngineConfig:
         whole = isinstance(sizes, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) for n in sizes)
         if not whole or not sizes or min(sizes) < 1:
             raise ValueError(f"cudagraph_capture_sizes must be None or a list of batch sizes from 1 on, not {sizes!r}")
-        if self.cuda_graphs is False:
-            warnings.warn(f"cudagraph_capture_sizes={sizes} is ignored: cuda_graphs=False", stacklevel=5)
 
     def captures(self, device: torch.device) -> bool:
         """Whether decode steps are captured into graphs.

@@ -65,7 +65,9 @@ class Engine:
             use_threads(self.config.num_threads)
         elif self.config.num_threads is not None:
             logger.warning("num_threads=%d is ignored: the model runs on %s", self.config.num_threads, self.device)
-        self.config.captures(self.device)  # a mistake shows before anything is compiled
+        if not self.config.captures(self.device) and self.config.cudagraph_capture_sizes is not None:
+            sizes = list(self.config.cudagraph_capture_sizes)
+            warnings.warn(f"cudagraph_capture_sizes={sizes} is ignored: no graphs are captured", stacklevel=3)
         num_blocks, self.max_model_len = size_pool(self._loaded, self.config)
         self.max_num_batched_tokens = batched_tokens(self.config, self.max_model_len)
         self.runner = ModelRunner(self._loaded, self.config, self.seconds, progress=progress)
@@ -190,7 +192,7 @@ class Engine:
         Raises ValueError for an unknown or ended request, and for parameters that would end the fork at once.
         """
         self._check_open()
-        self._pipeline.settle()
+        self._pipeline.drop()
         completions = self._completions.get(request_id)
         members = completions.members if completions is not None else []
         parent = next((member for member in members if not member.is_finished), None)
@@ -370,7 +372,7 @@ class Engine:
         self._check_open()
         if self.has_unfinished_requests():
             raise ValueError("self_check overwrites the KV cache: wait until all requests have ended, or abort them")
-        self._pipeline.settle()
+        self._pipeline.drop()
         forgotten = self.scheduler.manager.reset_prefix_cache()
         assert forgotten, "no request is alive, and blocks are in use"
         return self.runner.self_check()
@@ -394,13 +396,13 @@ class Engine:
         Raises ValueError for weights that do not fit, and then the old ones are still in place.
         """
         self._check_open()
-        self._pipeline.settle()
+        self._pipeline.drop()
         weights = source if isinstance(source, Mapping) else resolve(source, progress=self._progress)
         self._model.reload(weights, progress=self._progress)
-        self.runner.executor.rebind()
         self.scheduler.preempt_all()
         forgotten = self.scheduler.manager.reset_prefix_cache()
         assert forgotten, "preempted requests still held blocks"
+        self.runner.rebind()
 
     def close(self) -> None:
         """Abort everything and let go of the caches and weights. A closed engine serves nothing any more."""

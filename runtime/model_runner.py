@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +31,9 @@ from runtime.model_loader import LoadedModel
 from runtime.schedule import Schedule, ScheduledRow
 
 logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass
@@ -59,6 +66,17 @@ class StepInFlight:
         return self.tokens.tolist(), _candidates([row for row in self.schedule.rows if row.samples], self.logits)
 
 
+def _on_device(method: Callable[Concatenate[ModelRunner, _P], _R]) -> Callable[Concatenate[ModelRunner, _P], _R]:
+    """Make the runner's GPU the current one for a call: events, streams and captures belong to that."""
+
+    @functools.wraps(method)
+    def run(self: ModelRunner, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 class ModelRunner:
     """Owns what lives on the device beside the weights: caches, swap space, inputs, and the executor over them.
 
@@ -69,19 +87,25 @@ class ModelRunner:
     def __init__(
         self, loaded: LoadedModel, config: EngineConfig, seconds: PhaseSeconds, *, progress: bool = True
     ) -> None:
-        report = loaded.adaptation.report
         self._loaded, self._config, self._seconds, self._progress = loaded, config, seconds, progress
         self._device = loaded.device
-        start = time.perf_counter()
-        rules = [make(report.providers) for name, make in GRAPH_RULES.items() if config.applies(name)]
-        self.executor: Executor = make_executor(
-            loaded.adaptation.module, self._make_cache(2), self._device, config.backend, rules, progress=progress
-        )
-        report.outcomes += self.executor.outcomes
-        seconds.compile = time.perf_counter() - start
+        self.executor: Executor
         self.cache: KVCache
         self.swap_space: SwapSpace
+        self._compile()
 
+    @_on_device
+    def _compile(self) -> None:
+        start = time.perf_counter()
+        config, adaptation = self._config, self._loaded.adaptation
+        rules = [make(adaptation.report.providers) for name, make in GRAPH_RULES.items() if config.applies(name)]
+        self.executor = make_executor(
+            adaptation.module, self._make_cache(2), self._device, config.backend, rules, progress=self._progress
+        )
+        adaptation.report.outcomes += self.executor.outcomes
+        self._seconds.compile = time.perf_counter() - start
+
+    @_on_device
     def measure(self, max_num_batched_tokens: int, max_model_len: int) -> int:
         """Bytes that the largest step and the graphs take on the GPU beside weights and caches: tried on two blocks."""
         rows = self._config.max_num_seqs
@@ -102,6 +126,7 @@ class ModelRunner:
         torch.cuda.empty_cache()
         return needed
 
+    @_on_device
     def attach(self, manager: KVCacheManager, max_model_len: int) -> None:
         """Take the memory of the caches and serve over the blocks of `manager`; capture decode steps if configured."""
         config, choices = self._config, self._loaded.adaptation.report.providers
@@ -127,6 +152,7 @@ class ModelRunner:
         """The executor, if it replays graphs."""
         return self.executor if isinstance(self.executor, GraphExecutor) else None
 
+    @_on_device
     def capture_missing(self) -> bool:
         """Capture a bucket that a step missed, if there is one (cuda_graphs="lazy"). No step may be in flight."""
         if self.graphs is None or not self.graphs.capture_missing():
@@ -134,6 +160,13 @@ class ModelRunner:
         self._filler.forget()  # the inputs are in the same arena
         return True
 
+    @_on_device
+    def rebind(self) -> None:
+        """Run with the weights as they are now; see Executor. No step may be in flight."""
+        self.executor.rebind()
+        self._filler.forget()
+
+    @_on_device
     def self_check(self) -> list[SelfCheck]:
         """Compare the executor's decode steps with those of the uncompiled module; see graphs/self_check.py.
 
@@ -149,6 +182,7 @@ class ModelRunner:
             return 0.0
         return self.swap_space.measure_copy_rate() / self.cache.bytes_per_block
 
+    @_on_device
     def launch(self, schedule: Schedule, seconds: StepSeconds) -> StepInFlight:
         """Queue a step on the device; on a CPU, run it. What goes wrong is raised when the step is collected.
 
@@ -184,7 +218,7 @@ class ModelRunner:
         outputs = self.executor.run(inputs)
         count = schedule.num_draws
         drawn, places = outputs.tokens[:count], self._arena.previous
-        if drawn.data_ptr() != places.data_ptr():
+        if drawn.data_ptr() != places.data_ptr():  # a graph has put them there itself
             places[:count] = drawn
         self._host_tokens.reverse()
         step.tokens, step.logits = self._host_tokens[0][:count], outputs.logits

@@ -60,10 +60,12 @@ class Pipeline:
         self._take()
         return num_prompt_tokens
 
-    def settle(self) -> None:
-        """Take the tokens of all steps in flight: afterwards requests and blocks may be changed from outside."""
-        while self._in_flight:
-            self._take()
+    def drop(self) -> None:
+        """Forget the steps in flight: requests and blocks may then be changed from outside.
+
+        Nothing is lost but time. Their rows run again, draw the same tokens, and write what lies in the caches already.
+        """
+        self._in_flight.clear()
 
     def close(self) -> None:
         """Forget what is in flight or news, and let go of the runner."""
@@ -114,9 +116,13 @@ class Pipeline:
         if schedule.num_tokens > len(schedule.rows):
             self._preemption.note_prefill(schedule.num_tokens, now - max(step.launched, self._collected))
         self._collected = now
-        advanced = self.scheduler.update(schedule, tokens, candidates)
-        self._in_flight.popleft()
-        self._note(advanced)
+        try:
+            self._in_flight.popleft()
+            advanced = self.scheduler.update(schedule, tokens, candidates)
+            self._note(advanced)
+        except BaseException:  # an interruption: what follows was planned on all of these tokens
+            self.drop()
+            raise
         self.num_output_tokens += len(advanced)
         self.num_prompt_tokens += schedule.num_prompt_tokens
         self.step_seconds.update += time.perf_counter() - now

@@ -58,6 +58,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._running: dict[str, Request] = {}
         self._waiting = WaitingQueue(by_priority=scheduling_policy == "priority")
+        self._refused: Request | None = None  # the first that waits, if there was no room for it since one ended
 
     @property
     def num_running(self) -> int:
@@ -116,6 +117,7 @@ class Scheduler:
         Nobody is admitted in a step that preempted: the blocks it won are for those that run.
         """
         schedule = Schedule()
+        self._refused = None
         self._schedule_running(schedule)
         if not schedule.preempted:
             self._schedule_waiting(schedule)
@@ -130,7 +132,7 @@ class Scheduler:
         that end at a length are left out; those that turn out to have ended otherwise run in vain, into blocks that
         nobody else writes before, and `update` passes them over.
         """
-        if current.num_draws != len(current.rows) or self._may_admit():
+        if self._may_admit() or any(row.num_draws != 1 for row in current.rows):
             return None
         ahead = Schedule()
         num_left = 0
@@ -138,7 +140,7 @@ class Scheduler:
             request, start = row.request, row.start + row.num_tokens
             if request.status is not _RUNNING:
                 continue
-            if row.num_draws != 1 or request.lead.search is not None:
+            if request.lead.search is not None:
                 return None
             num_left += 1
             if request.ends_at(start + 1):
@@ -249,8 +251,10 @@ class Scheduler:
         schedule.copies = self.manager.pending_copies
 
     def _may_admit(self) -> bool:
-        """Whether a request waits that max_num_seqs leaves room for."""
-        return bool(self._waiting) and self._num_slots() + self._waiting.peek().num_slots <= self.max_num_seqs
+        """Whether a request waits that max_num_seqs leaves room for, and that has not been refused in vain before."""
+        if not self._waiting or self._refused is self._waiting.peek():
+            return False
+        return self._num_slots() + self._waiting.peek().num_slots <= self.max_num_seqs
 
     def _schedule_running(self, schedule: Schedule) -> None:
         for request in list(self._running.values()):
@@ -303,6 +307,7 @@ class Scheduler:
                 continue
             budget = self.max_num_batched_tokens - schedule.num_tokens
             if not self.admission.admit(request, budget):  # stops here, else smaller ones behind it could starve it
+                self._refused = request
                 break
             self._waiting.remove(request)
             self._running[request.request_id] = request
@@ -340,6 +345,7 @@ class Scheduler:
         if self._requests.get(request.request_id) is not request:
             return
         del self._requests[request.request_id]
+        self._refused = None
         for sequence in request.sequences:
             self.manager.free(sequence)
             sequence.status = RequestStatus.FINISHED

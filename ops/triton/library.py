@@ -4,11 +4,13 @@ import functools
 import importlib
 import importlib.util
 import os
+import shutil
+import sysconfig
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ops.providers import Provider, register
 from ops.schema import define
@@ -47,6 +49,10 @@ def problem() -> str | None:
     if capability < MIN_CAPABILITY:
         name = torch.cuda.get_device_name()
         return f"{name} has compute capability {capability[0]}.{capability[1]}, the kernels need 8.0 (Ampere)"
+    if not any(map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))):
+        return "Triton needs a C compiler (gcc or clang, or $CC) to build what launches its kernels"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Triton needs Python.h to build what launches its kernels (the package python3-dev of most systems)"
     return None
 
 
@@ -61,7 +67,8 @@ def register_triton_providers() -> None:
 
 
 def _call(op: str, *args: Any) -> Any:
-    device = next((arg.device for arg in tree_leaves(args) if isinstance(arg, torch.Tensor) and arg.is_cuda), None)
+    tensors = (arg[0] if isinstance(arg, list) and arg else arg for arg in args)
+    device = next((arg.device for arg in tensors if isinstance(arg, torch.Tensor) and arg.is_cuda), None)
     with torch.cuda.device(device) if device is not None else nullcontext():  # Triton launches on the current one
         return kernel(op)(*args)
 

@@ -236,9 +236,6 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self._live())
     @rule(data=st.data(), params=st.none() | GREEDY_OR_DRAWN, count=st.integers(0, 2))
     def fork_and_step(self, data: st.DataObject, params: SamplingParams | None, count: int) -> None:
-        self.engine._pipeline.settle()  # as the fork does: whoever ends in flight cannot be forked
-        if not self._live():
-            return
         request_id = data.draw(st.sampled_from(self._live()))
         own = self.expected[request_id].params
         params = params or (own.sampling if isinstance(own, BeamSearchParams) else own)

@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from runtime import BeamSearchParams, RequestOutput, SamplingParams
 from runtime.engine import Engine
 from runtime.model_runner import StepInFlight
+from runtime.request import Request
 
 MakeEngine = Callable[..., Engine]
 TinyModel = Callable[..., PreTrainedModel]
@@ -23,12 +25,15 @@ def llama(tiny_model: TinyModel) -> PreTrainedModel:
     return tiny_model("llama")
 
 
-@pytest.fixture(params=[False, True], ids=["eager", "graphs"])
+@pytest.fixture(params=["eager", "graphs", pytest.param("cuda", marks=pytest.mark.cuda)])
 def make_ahead(request: pytest.FixtureRequest, make_engine: MakeEngine) -> MakeEngine:
-    """`make_engine` with steps ahead, without graphs and with imitated ones."""
+    """`make_engine` with steps ahead: without graphs, with imitated ones, and with CUDA's."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
 
     def make(model: PreTrainedModel, **knobs: Any) -> Engine:
-        return make_engine(model, **{"async_scheduling": True, "cuda_graphs": request.param, "debug": True, **knobs})
+        device = {"device": "cuda" if request.param == "cuda" else "cpu", "cuda_graphs": request.param != "eager"}
+        return make_engine(model, **{"async_scheduling": True, "debug": True, **device, **knobs})
 
     return make
 
@@ -155,34 +160,32 @@ def test_what_ends_in_flight_leaves_its_blocks_to_others(
     assert outputs["waits"].outputs[0].token_ids == hf_greedy(llama, PROMPTS[2], 9)
 
 
-def test_a_fork_of_what_is_in_flight_goes_on_from_its_latest_token(
+@pytest.mark.parametrize("params", [greedy(16), SamplingParams(max_tokens=12, temperature=1.0, seed=3)], ids=str)
+def test_a_fork_goes_on_from_what_was_delivered(
+    params: SamplingParams, llama: PreTrainedModel, make_engine: MakeEngine, make_ahead: MakeEngine, drain: Drain
+) -> None:
+    """A token in flight is the parent's alone: it is drawn again after the fork, and the child draws its own."""
+    found = []
+    for engine in (make_engine(llama), make_ahead(llama)):
+        engine.add_request(PROMPTS[0], params, request_id="parent")
+        for _ in range(5):
+            engine.step()
+        engine.fork("parent", new_id="child")
+        found.append(completions(drain(engine)))
+    assert found[0] == found[1]
+
+
+def test_what_has_one_token_in_flight_left_can_still_be_forked(
     llama: PreTrainedModel, make_ahead: MakeEngine, drain: Drain, hf_greedy: Greedy
 ) -> None:
     engine = make_ahead(llama)
-    engine.add_request(PROMPTS[0], greedy(16), request_id="parent")
-    for _ in range(5):
-        engine.step()
-    engine.fork("parent", new_id="child")
-    outputs = drain(engine)
-    expected = hf_greedy(llama, PROMPTS[0], 16)
-    assert outputs["parent"].outputs[0].token_ids == outputs["child"].outputs[0].token_ids == expected
-
-
-def test_a_fork_of_what_ended_in_flight_is_refused(
-    llama: PreTrainedModel, make_ahead: MakeEngine, drain: Drain
-) -> None:
-    engine = make_ahead(llama)
     engine.add_request(PROMPTS[0], greedy(3), request_id="short")
-    engine.add_request(PROMPTS[1], greedy(9), request_id="long")
     engine.step()
     engine.step()
-    with pytest.raises(ValueError, match="unknown or has ended"):
-        engine.fork("short")
-    outputs = drain(engine)  # what was collected for the fork is still delivered
-    assert {request_id: len(output.outputs[0].token_ids) for request_id, output in outputs.items()} == {
-        "short": 3,
-        "long": 9,
-    }
+    engine.fork("short", greedy(9), new_id="long")
+    outputs = drain(engine)
+    assert outputs["short"].outputs[0].token_ids == hf_greedy(llama, PROMPTS[0], 3)
+    assert outputs["long"].outputs[0].token_ids == hf_greedy(llama, PROMPTS[0], 9)
 
 
 def test_new_weights_replace_those_of_a_step_in_flight(
@@ -257,6 +260,47 @@ def test_an_interruption_loses_no_token(
             engine.check_integrity()
     assert num_interrupted == 1
     assert last == {str(index): hf_greedy(llama, prompt, 10) for index, prompt in enumerate(PROMPTS)}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("at", [2, 4, 7, 11])
+def test_an_interruption_between_tokens_loses_none(
+    at: int, ahead: bool, llama: PreTrainedModel, make_engine: MakeEngine, hf_greedy: Greedy, monkeypatch: Any
+) -> None:
+    """Ctrl-C after some requests of a step have got their tokens, and others not."""
+    engine = make_engine(llama, async_scheduling=ahead)
+    append, count = Request.append_token, iter(range(1000))
+
+    def interrupted(self: Request, token: int) -> bool:
+        ended = append(self, token)
+        if next(count) == at:
+            raise KeyboardInterrupt
+        return ended
+
+    monkeypatch.setattr(Request, "append_token", interrupted)
+    for index, prompt in enumerate(PROMPTS):
+        engine.add_request(prompt, greedy(10), request_id=str(index))
+    last: dict[str, list[int]] = {}
+    num_interrupted = 0
+    while engine.has_unfinished_requests():
+        try:
+            last.update({output.request_id: output.outputs[0].token_ids for output in engine.step()})
+        except KeyboardInterrupt:
+            num_interrupted += 1
+    assert num_interrupted == 1
+    assert last == {str(index): hf_greedy(llama, prompt, 10) for index, prompt in enumerate(PROMPTS)}
+
+
+def test_steps_run_ahead_while_a_request_waits_for_blocks(
+    llama: PreTrainedModel, make_ahead: MakeEngine, drain: Drain, hf_greedy: Greedy
+) -> None:
+    engine = make_ahead(llama, num_blocks=9, block_size=4, enable_prefix_caching=False)
+    ids = [engine.add_request(prompt, greedy(16)) for prompt in (PROMPTS[1], PROMPTS[0], PROMPTS[2])]
+    outputs = drain(engine)
+    assert [outputs[i].outputs[0].token_ids for i in ids] == [
+        hf_greedy(llama, prompt, 16) for prompt in (PROMPTS[1], PROMPTS[0], PROMPTS[2])
+    ]
+    assert engine.stats().num_steps_ahead > 0.6 * engine.stats().num_steps
 
 
 def test_streams_and_batches_go_on_side_by_side(

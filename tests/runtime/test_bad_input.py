@@ -213,7 +213,10 @@ def named(name: str) -> Case:
 SUPPORTED = "a folder with config.json and *.safetensors"
 MODELS: dict[str, tuple[Case, tuple[str, ...]]] = {
     "unknown keyword": (knobs(blocksize=4), ("unknown keyword 'blocksize'", "did you mean block_size?")),
-    "unlike any keyword": (knobs(xyzzy=4), ("unknown keyword 'xyzzy'", "supported: async_scheduling, backend, block_size")),
+    "unlike any keyword": (
+        knobs(xyzzy=4),
+        ("unknown keyword 'xyzzy'", "supported: async_scheduling, backend, block_size"),
+    ),
     "block_size 0": (knobs(block_size=0), ("block_size", "at least 1", "0")),
     "block_size 2.0": (knobs(block_size=2.0), ("block_size", "whole number", "2.0")),
     "pool of one block": (knobs(num_blocks=1), ("num_blocks", "at least 2", "null block")),

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from graphs.cuda_graph import CudaGraphs, RecordedGraphs
 from graphs.graph_executor import MASKED, GraphExecutor
 from graphs.inputs import fill_padding
+from models.adapted import AdaptedModel
 from models.step_inputs import StepInputs
 from runtime import BeamSearchParams, RequestOutput, SamplingParams
 from runtime.engine import Engine
@@ -202,7 +203,9 @@ def test_captured_at_a_short_context_and_replayed_at_a_long_one(
 ) -> None:
     engine = make_graphs(tiny_model(family), max_model_len=100)
     checks = engine.self_check()
-    assert [(one.batch, one.context) for one in checks] == [(n, length) for n in (1, 2, 4) for length in (3, 100)]
+    assert [(one.batch, one.rows, one.context) for one in checks] == [
+        *((1, 1, 3), (1, 1, 100), (2, 1, 3), (2, 2, 100), (4, 3, 3), (4, 4, 100))
+    ]
     for one in checks:
         assert one.replayed
         assert one.same_argmax
@@ -366,9 +369,8 @@ def test_new_weights_are_captured(
     before = engine.generate([PROMPTS[0]], greedy(6), progress=False)
     engine.load_weights(wider)
     changed = engine.generate([PROMPTS[0]], greedy(6), progress=False)
-    assert tokens(changed) == tokens(
-        make_graphs(llama, cuda_graphs=False, async_scheduling=False).generate([PROMPTS[0]], greedy(6), progress=False)
-    ) or tokens(changed) != tokens(before)
+    assert tokens(changed) != tokens(before)
+    assert graphs(engine).nbytes > 0 or engine.device.type == "cuda"  # a driver's figures may stay as they are
     assert all(one.max_difference <= 1e-4 * one.max_logit for one in engine.self_check())
     engine.load_weights(llama.state_dict())
     assert tokens(engine.generate([PROMPTS[0]], greedy(6), progress=False)) == [hf_greedy(llama, PROMPTS[0], 6)]
@@ -413,6 +415,69 @@ def test_knobs_are_checked(
         make_engine(llama, **knobs)
 
 
-def test_sizes_without_graphs_are_ignored_with_a_warning(llama: PreTrainedModel, make_engine: MakeEngine) -> None:
-    with pytest.warns(UserWarning, match="cudagraph_capture_sizes=.* is ignored: cuda_graphs=False"):
-        make_engine(llama, cuda_graphs=False, cudagraph_capture_sizes=[1])
+@pytest.mark.parametrize("knobs", [{"cuda_graphs": False}, {"device": "cpu"}], ids=str)
+def test_sizes_without_graphs_are_ignored_with_a_warning(
+    knobs: dict[str, Any], llama: PreTrainedModel, make_engine: MakeEngine
+) -> None:
+    with pytest.warns(UserWarning, match=r"cudagraph_capture_sizes=\[1\] is ignored: no graphs are captured"):
+        make_engine(llama, cudagraph_capture_sizes=[1], **knobs)
+
+
+def test_a_step_that_reads_on_the_host_runs_uncaptured(
+    llama: PreTrainedModel,
+    make_graphs: MakeEngine,
+    hf_greedy: Greedy,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    forward = AdaptedModel.forward
+
+    def reading(self: AdaptedModel, *args: Any) -> Any:
+        outputs = forward(self, *args)
+        assert outputs.tokens[0].item() >= 0
+        return outputs
+
+    monkeypatch.setattr(AdaptedModel, "forward", reading)
+    engine = make_graphs(llama)
+    assert graphs(engine).captured == []
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert said.startswith("decode steps run uncaptured: ")
+    outputs = engine.generate(PROMPTS[:3], greedy(4), progress=False)
+    assert tokens(outputs) == [hf_greedy(llama, prompt, 4) for prompt in PROMPTS[:3]]
+    assert engine.stats().num_graph_replays == 0
+
+
+def test_new_weights_that_find_no_memory_for_graphs_run_without(
+    llama: PreTrainedModel, make_graphs: MakeEngine, hf_greedy: Greedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_graphs(llama)
+    engine.add_request(PROMPTS[0], greedy(6), request_id="a")
+    engine.step()
+
+    def failing(self: Any, run: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    for maker in (RecordedGraphs, CudaGraphs):
+        monkeypatch.setattr(maker, "capture", failing)
+    engine.load_weights(llama.state_dict())
+    assert graphs(engine).captured == []
+    last = None
+    while engine.has_unfinished_requests():
+        (last,) = engine.step() or (last,)
+    assert last is not None
+    assert tokens([last]) == [hf_greedy(llama, PROMPTS[0], 6)]
+
+
+@pytest.mark.cuda
+def test_replays_allocate_nothing_on_the_device(llama: PreTrainedModel, make_engine: MakeEngine) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    engine = make_engine(llama, device="cuda", block_size=8, cudagraph_capture_sizes=[1, 2, 4])
+    for prompt in PROMPTS[:3]:
+        engine.add_request(prompt, greedy(30))
+    for _ in range(5):
+        engine.step()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for _ in range(15):
+        engine.step()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
