@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bench.arguments import sizes
-from bench.fragmentation import LICENCE, SOURCE, at_least, new_figure, read_trace
+from bench.arguments import at_least, sizes
+from bench.fragmentation import LICENCE, SOURCE, new_figure, read_trace
 from bench.rounds import alternate, machine, ratio, timed
 from ops.cpu.library import load
 from runtime.config import EngineConfig

@@ -22,10 +22,11 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import runtime
-from bench.arguments import names, sizes
+from bench.arguments import at_least, names, sizes
 from bench.contestants import OURS, Entrant, Forecast, Prompts, Timing, enter, random_prompts
 from bench.fragmentation import new_figure
 from bench.models import NAMES, resolve_model
@@ -53,10 +54,14 @@ STEP_COLUMNS = {
 
 
 def step_rows(engine: Engine, forecast: Forecast, args: Any, bandwidth: Bandwidth) -> list[dict[str, Any]]:
-    """Our decode steps by batch size and context, printed as they come; what is left out says why."""
+    """Our decode steps by batch size and context, printed as they come; what is left out says why.
+
+    With graphs there is a row for every bucket too, at the first context.
+    """
     named, rows = executors(engine), []
-    for batch in args.batch:
-        for context in args.context:
+    buckets = [] if engine.runner.graphs is None else engine.runner.graphs.captured
+    for batch in sorted({*args.batch, *buckets}):
+        for context in args.context if batch in args.batch else args.context[:1]:
             row: dict[str, Any] = {"batch": batch, "context": context}
             turns = len(named) * (args.rounds + 1)
             seconds = forecast.forward(batch * context) + turns * (args.steps + 4) * forecast.forward(batch)
@@ -243,18 +248,24 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--against", type=names, default="eager,static", help="Hugging Face, by its cache; or ''")
     parser.add_argument("--batch", type=sizes, default="1,8,32", help="batch sizes, separated by commas")
     parser.add_argument("--context", type=sizes, default="128,1024,4096", help="of our own steps; or ''")
-    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens of each sequence before decode")
-    parser.add_argument("--steps", type=int, default=24, help="decode steps a round")
+    parser.add_argument("--prompt", type=at_least(1), default=64, help="prompt tokens of each sequence before decode")
+    parser.add_argument("--steps", type=at_least(1), default=24, help="decode steps a round")
     parser.add_argument("--prefill", type=sizes, default="512,2048", help="prompt lengths, separated by commas; or ''")
-    parser.add_argument("--rounds", type=int, default=4, help="at most")
+    parser.add_argument("--rounds", type=at_least(1), default=4, help="at most")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for one contestant in one case")
     parser.add_argument("--backend", default="inductor", help="inductor or eager, of our engine")
     parser.add_argument("--dtype", default="auto", help="of all contestants")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--plot", metavar="FILE", help="draw our own steps (needs matplotlib)")
     args = parser.parse_args(argv)
+    if args.plot and not Path(args.plot).resolve().parent.is_dir():
+        parser.error(f"--plot {args.plot}: there is no such folder")
+    try:
+        device = EngineConfig(device=args.device).resolve_device()
+    except ValueError as error:
+        parser.error(str(error))
     figure = new_figure() if args.plot else None
-    bandwidth = bandwidth_of(EngineConfig(device=args.device).resolve_device())
+    bandwidth = bandwidth_of(device)
     results = []
     for model in args.model:
         results.append(measure(model, args, bandwidth))

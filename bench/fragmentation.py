@@ -18,12 +18,13 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import runtime
 from bench.allocators import Allocator, ContiguousAllocator, PagedAllocator, next_power_of_two
+from bench.arguments import at_least
 from runtime.request import Request
 
 if TYPE_CHECKING:
@@ -448,18 +449,6 @@ def print_throughput(result: dict[str, Any]) -> None:
             f"{kind:>14}{row['max_num_seqs']:>12}{row['concurrency']:>12.1f}{row['output_tokens_per_s']:>12.1f}"
             f"{row['num_preemptions']:>12}"
         )
-
-
-def at_least(least: int, kind: Callable[[str], float] = int) -> Callable[[str], float]:
-    """An argparse type: a number that is not smaller than `least`."""
-
-    def number(text: str) -> float:
-        value = kind(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{text} is below {least}")
-        return value
-
-    return number
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import runtime
-from bench.arguments import names, sizes
+from bench.arguments import at_least, names, sizes
 from bench.contestants import Pagegraph, random_prompts
-from bench.fragmentation import at_least
 from bench.models import NAMES, resolve_model
 from bench.rounds import alternate, machine
 from graphs.rules import GRAPH_RULES

@@ -20,15 +20,16 @@ def default_sizes(most: int) -> list[int]:
 
 
 def choose_sizes(asked: Sequence[int] | None, most: int, why: str) -> list[int]:
-    """The sizes asked for (None: the default ones), without those that no batch of up to `most` rows needs.
+    """The sizes asked for (None: the default ones); those above `most`, which no batch can fill, make place for it.
 
-    why: what limits a batch to `most`, for the log that names the sizes left out.
+    why: what limits a batch to `most` rows, for the log that names the sizes left out.
     """
     sizes = default_sizes(most) if asked is None else sorted(set(asked))
-    enough = next((index for index, size in enumerate(sizes) if size >= most), len(sizes) - 1)
-    if left_out := sizes[enough + 1 :]:
-        logger.info("cudagraph_capture_sizes: %s left out: at most %d rows, %s", left_out, most, why)
-    return sizes[: enough + 1]
+    left_out = [size for size in sizes if size > most]
+    if not left_out:
+        return sizes
+    logger.info("cudagraph_capture_sizes: %d in place of %s: at most %d rows, %s", most, left_out, most, why)
+    return sorted({*(size for size in sizes if size < most), most})
 
 
 class Buckets:

@@ -111,14 +111,15 @@ class EngineConfig:
             raise ValueError(f"rules must be None (all) or a list of names from {', '.join(known)}; not {unknown[0]!r}")
 
     def _check_graphs(self) -> None:
-        if self.cuda_graphs not in (None, True, False, "lazy"):
+        if not (self.cuda_graphs is None or isinstance(self.cuda_graphs, bool) or self.cuda_graphs == "lazy"):
             raise ValueError(f"cuda_graphs must be None, True, False or 'lazy', not {self.cuda_graphs!r}")
         if self.async_scheduling not in (None, True, False):
             raise ValueError(f"async_scheduling must be None, True or False, not {self.async_scheduling!r}")
         sizes = self.cudagraph_capture_sizes
         if sizes is None:
             return
-        whole = isinstance(sizes, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) for n in sizes)
+        listed = isinstance(sizes, Sequence) and not isinstance(sizes, bytes | str)
+        whole = listed and all(isinstance(n, int) and not isinstance(n, bool) for n in sizes)
         if not whole or not sizes or min(sizes) < 1:
             raise ValueError(f"cudagraph_capture_sizes must be None or a list of batch sizes from 1 on, not {sizes!r}")
 

@@ -366,7 +366,8 @@ class Engine:
     def self_check(self) -> list[SelfCheck]:
         """Compare decode steps with those of the uncompiled model, bucket by bucket, at a short and a long context.
 
-        Print the entries to read them. Side effect: cached prefixes are forgotten, and their blocks overwritten.
+        Print the entries to read them; with cuda_graphs="lazy" there are those of the sizes captured so far. Side
+        effect: cached prefixes are forgotten, and their blocks overwritten.
         Raises ValueError while requests are alive.
         """
         self._check_open()

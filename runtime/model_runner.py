@@ -155,16 +155,16 @@ class ModelRunner:
     @_on_device
     def capture_missing(self) -> bool:
         """Capture a bucket that a step missed, if there is one (cuda_graphs="lazy"). No step may be in flight."""
-        if self.graphs is None or not self.graphs.capture_missing():
+        if self.graphs is None or not self.graphs.is_missing:
             return False
-        self._filler.forget()  # the inputs are in the same arena
-        return True
+        self._filler.forget()  # first, for what is captured lies in the same arena, whatever becomes of it
+        return self.graphs.capture_missing()
 
     @_on_device
     def rebind(self) -> None:
         """Run with the weights as they are now; see Executor. No step may be in flight."""
-        self.executor.rebind()
         self._filler.forget()
+        self.executor.rebind()
 
     @_on_device
     def self_check(self) -> list[SelfCheck]:
@@ -176,6 +176,7 @@ class ModelRunner:
         eager = EagerExecutor(self._loaded.adaptation.module, self.cache)
         return self_check(self.executor, eager, self.cache, self._arena, self._max_model_len, self._loaded.vocab_size)
 
+    @_on_device
     def copy_rate(self) -> float:
         """Blocks that move to or from the swap space a second, measured; 0 if there is no swap space after all."""
         if not self.swap_space.reserve():

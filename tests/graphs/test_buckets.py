@@ -49,21 +49,21 @@ def test_default_sizes_of_the_default_number_of_requests() -> None:
 @pytest.mark.parametrize(
     ("asked", "most", "kept"),
     [
-        ([1, 2, 4, 8], 5, [1, 2, 4, 8]),
-        ([16, 8, 4, 2, 1], 5, [1, 2, 4, 8]),
-        ([1, 2, 4, 8, 16], 3, [1, 2, 4]),
+        ([1, 2, 4, 8], 5, [1, 2, 4, 5]),
+        ([16, 8, 4, 2, 1], 5, [1, 2, 4, 5]),
+        ([1, 2, 4, 8, 16], 3, [1, 2, 3]),
+        ([1, 2, 4, 8, 16], 4, [1, 2, 4]),
         ([4, 8], 100, [4, 8]),
-        ([64], 3, [64]),
+        ([64], 3, [3]),
         (None, 5, [1, 2, 3, 4, 5]),
         (None, 1, [1]),
     ],
 )
-def test_sizes_that_no_batch_needs_are_left_out_and_named(
+def test_sizes_that_no_batch_can_fill_make_place_for_the_largest_batch(
     asked: list[int] | None, most: int, kept: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
         assert choose_sizes(asked, most, "max_num_seqs") == kept
-    left_out = sorted(set(asked or ()) - set(kept))
-    assert [record.getMessage() for record in caplog.records] == (
-        [f"cudagraph_capture_sizes: {left_out} left out: at most {most} rows, max_num_seqs"] if left_out else []
-    )
+    left_out = sorted(size for size in asked or () if size > most)
+    said = f"cudagraph_capture_sizes: {most} in place of {left_out}: at most {most} rows, max_num_seqs"
+    assert [record.getMessage() for record in caplog.records] == ([said] if left_out else [])

@@ -235,16 +235,20 @@ def test_an_executor_without_buckets_is_checked_too(llama: PreTrainedModel, make
 @pytest.mark.parametrize(
     ("knobs", "captured", "left_out"),
     [
-        ({"max_num_seqs": 5, "cudagraph_capture_sizes": [1, 2, 4, 8]}, [1, 2, 4, 8], None),
+        (
+            {"max_num_seqs": 5, "cudagraph_capture_sizes": [1, 2, 4, 8]},
+            [1, 2, 4, 5],
+            "5 in place of [8]: at most 5 rows, max_num_seqs",
+        ),
         (
             {"max_num_seqs": 5, "cudagraph_capture_sizes": [1, 8, 16]},
-            [1, 8],
-            "[16] left out: at most 5 rows, max_num_seqs",
+            [1, 5],
+            "5 in place of [8, 16]: at most 5 rows, max_num_seqs",
         ),
         (
             {"num_blocks": 4, "cudagraph_capture_sizes": [1, 2, 4, 8, 16]},
-            [1, 2, 4],
-            "[8, 16] left out: at most 3 rows, the blocks of the KV cache",
+            [1, 2, 3],
+            "3 in place of [4, 8, 16]: at most 3 rows, the blocks of the KV cache",
         ),
         ({"max_num_seqs": 3, "cudagraph_capture_sizes": None}, [1, 2, 3], None),
     ],
@@ -262,7 +266,7 @@ def test_buckets_that_no_batch_needs_are_left_out_and_the_rest_serves(
     with caplog.at_level(logging.INFO):
         engine = make_graphs(llama, **knobs)
     assert graphs(engine).captured == captured
-    said = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "in place of" in record.getMessage()]
     assert said == ([] if left_out is None else [f"cudagraph_capture_sizes: {left_out}"])
     outputs = engine.generate(PROMPTS[3:], greedy(4), progress=False)
     assert tokens(outputs) == [hf_greedy(llama, prompt, 4) for prompt in PROMPTS[3:]]
@@ -295,6 +299,38 @@ def test_a_bucket_that_finds_no_memory_is_dropped_with_a_warning(
     outputs = engine.generate(PROMPTS[:3], greedy(4), progress=False)
     assert tokens(outputs) == [hf_greedy(llama, prompt, 4) for prompt in PROMPTS[:3]]
     assert engine.stats().num_graph_replays == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_lazy_capture_that_is_cut_off_spoils_no_inputs(
+    error: type[BaseException],
+    llama: PreTrainedModel,
+    make_graphs: MakeEngine,
+    hf_greedy: Greedy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_graphs(llama, cuda_graphs="lazy", cudagraph_capture_sizes=[4], block_size=4)
+    prompts = [PROMPTS[0][:5], PROMPTS[2][:6]]
+    left = [error]
+
+    for maker in (RecordedGraphs, CudaGraphs):
+
+        def cut_off(self: Any, run: Any, capture: Any = maker.capture) -> Any:
+            if left:
+                run()
+                raise left.pop()
+            return capture(self, run)
+
+        monkeypatch.setattr(maker, "capture", cut_off)
+    ids = [engine.add_request(prompt, greedy(9)) for prompt in prompts]
+    last: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        try:
+            last.update({output.request_id: output for output in engine.step()})
+        except error:
+            continue
+    assert not left
+    assert tokens([last[i] for i in ids]) == [hf_greedy(llama, prompt, 9) for prompt in prompts]
 
 
 def test_other_errors_of_a_capture_are_raised(
