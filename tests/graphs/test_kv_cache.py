@@ -72,7 +72,8 @@ def test_copy_blocks_copies_whole_blocks_in_every_tensor() -> None:
 
 def allot(monkeypatch: pytest.MonkeyPatch, memory: int, **changes: float) -> int:
     monkeypatch.setattr(kv_cache, "usable_memory", lambda device: memory)
-    arguments = {"block_size": 16, "utilization": 1.0, "weight_bytes": 0, "max_tokens": 10**12, **changes}
+    arguments = {"block_size": 16, "utilization": 1.0, "weight_bytes": 0, "needed": 0, "max_tokens": 10**12}
+    arguments |= changes
     return num_blocks_for_memory(PLAN, dtype=torch.float32, device=CPU, **arguments)  # type: ignore[arg-type]
 
 
@@ -99,7 +100,10 @@ def test_4_gib_bound_the_pool_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert allot(monkeypatch, 1 << 40) == 2**32 // BYTES_PER_BLOCK
 
 
-def test_a_gpu_has_no_such_bound_and_what_others_hold_is_taken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("needed", [0, 3 << 30])
+def test_a_gpu_has_no_such_bound_and_what_is_held_or_needed_is_taken_off(
+    needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kv_cache, "usable_memory", lambda device: 80 << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 << 30, 80 << 30))
     found = num_blocks_for_memory(
@@ -109,9 +113,10 @@ def test_a_gpu_has_no_such_bound_and_what_others_hold_is_taken_off(monkeypatch: 
         device=torch.device("cuda", 0),
         utilization=0.5,
         weight_bytes=7 << 30,  # already among what is held
+        needed=needed,
         max_tokens=10**12,
     )
-    assert found == (10 << 30) // BYTES_PER_BLOCK
+    assert found == ((10 << 30) - needed) // BYTES_PER_BLOCK
 
 
 def test_no_room_says_how_much_there_is_and_what_to_turn(monkeypatch: pytest.MonkeyPatch) -> None:

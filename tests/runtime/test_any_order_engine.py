@@ -337,5 +337,5 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrderOverAModel = AnyOrder.TestCase
 TestAnyOrderOverAModel.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=45, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
