@@ -63,7 +63,7 @@ def test_every_op_is_checked_alone_and_replayed_with_other_contents(record: dict
 
 def test_what_was_measured_is_in_the_record(record: dict[str, Any]) -> None:
     sections = record["sections"]
-    assert sections["environment"]["packages"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(sections["environment"]["packages"]["torch"])
     row = sections["decode attention"]["batch 1, context 40"]
     assert row["bytes"] == 40 * 2 * TINY.kv_heads * TINY.dim * 4
     assert row["ours"].keys() == {"us", "gb_s", "fraction", "not_captured"}
