@@ -5,11 +5,11 @@
 namespace pagegraph {
 namespace {
 
-constexpr int64_t ELEMENTS_PER_THREAD = 1 << 14;  // of the output; below, waking a thread costs more than it saves
+constexpr int64_t ACTIVATIONS_PER_THREAD = 1 << 14;  // of the output; below, waking a thread costs more than it saves
 
 using Kernel = void (*)(const void* gate, const void* up, int64_t n, void* to);
 
-const ActivationKernels& kernels() {
+const ActivationKernels& activation_table() {
   static const ActivationKernels* const table[] = PAGEGRAPH_TABLE(activation_kernels);
   return *table[isa()];
 }
@@ -26,7 +26,7 @@ Tensor run(const Tensor& gate_up, const Kernel (&by_element)[3]) {
   const Rows rows(source);
   const char* data = static_cast<const char*>(source.const_data_ptr());
   char* to = static_cast<char*>(out.mutable_data_ptr());
-  torch::stable::parallel_for(0, out.numel() / n, ELEMENTS_PER_THREAD / n + 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, out.numel() / n, ACTIVATIONS_PER_THREAD / n + 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const char* gate = data + rows[row] * size;
       apply_and_mul(gate, gate + n * size, n, to + row * n * size);
@@ -35,10 +35,10 @@ Tensor run(const Tensor& gate_up, const Kernel (&by_element)[3]) {
   return out;
 }
 
-Tensor silu_and_mul(const Tensor& gate_up) { return run(gate_up, kernels().silu_and_mul); }
+Tensor silu_and_mul(const Tensor& gate_up) { return run(gate_up, activation_table().silu_and_mul); }
 
 Tensor gelu_and_mul(const Tensor& gate_up, bool tanh) {
-  return run(gate_up, tanh ? kernels().gelu_tanh_and_mul : kernels().gelu_and_mul);
+  return run(gate_up, tanh ? activation_table().gelu_tanh_and_mul : activation_table().gelu_and_mul);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@
 namespace pagegraph {
 namespace {
 
-constexpr int64_t PRODUCTS_PER_THREAD = 1 << 18;  // multiply-adds; below, waking a thread costs more than it saves
+constexpr int64_t ATTENTION_PER_THREAD = 1 << 18;  // multiply-adds; below, waking a thread costs more than it saves
 
 // The queries of a sequence, and the first key that they see.
 struct Row {
@@ -82,7 +82,7 @@ struct Call {
   int64_t q_heads() const { return attention.heads * attention.group; }
 };
 
-const AttentionKernels& kernels() {
+const AttentionKernels& attention_table() {
   static const AttentionKernels* const table[] = PAGEGRAPH_TABLE(attention_kernels);
   return *table[isa()];
 }
@@ -160,7 +160,7 @@ void finish(const Call& call, int64_t token, int64_t head, const Parts& parts, i
   for (float& weight : weights) weight /= denominator;
   const Attention& a = call.attention;
   char* out = call.out + (token * call.q_heads() + head) * a.dv * element_size(a.q_element);
-  kernels().combine(parts.out, stride, weights.data(), count, a.dv, out, a.q_element);
+  attention_table().combine(parts.out, stride, weights.data(), count, a.dv, out, a.q_element);
 }
 
 // The share `from` to `to` of the decode work. A (split, head) belongs to the share in which it begins.
@@ -183,7 +183,7 @@ void decode(const Call& call, int64_t from, int64_t to) {
     int64_t slots[SPLIT];
     call.table.slots(split->row->row, split->begin, split->end, slots);
     const int64_t part = (split - splits.begin()) * call.q_heads() + first * a.group;
-    kernels().decode[call.cache_element](
+    attention_table().decode[call.cache_element](
         a, {split->row->token, first, heads, slots, count, q, scores, tile, call.parts.out + part * a.dv_padded,
             call.parts.max + part, call.parts.sum + part});
   }
@@ -206,7 +206,7 @@ void prefill(const Call& call, int64_t from, int64_t to) {
     if (middle < from || middle >= to) continue;
     const Row& row = *tile.row;
     const int64_t token = row.token + tile.first;
-    kernels().prefill[call.cache_element](
+    attention_table().prefill[call.cache_element](
         a, {token, row.length - row.queries + tile.first, tile.queries, tile.head, call.table.row(row.row),
             call.table.stride, call.table.block_size, call.table.wide, q, k_tile, v_tile, scores, rescale, parts.out,
             parts.max, parts.sum});
@@ -222,7 +222,7 @@ void run(Call& call) {
   const Work& work = call.work;
   const int64_t products = (work.decode_total * a.group + work.prefill_total) * (a.dk + a.dv);
   const int64_t threads =
-      std::min<int64_t>(torch::stable::get_num_threads(), products / PRODUCTS_PER_THREAD + 1);
+      std::min<int64_t>(torch::stable::get_num_threads(), products / ATTENTION_PER_THREAD + 1);
   const int64_t heads = work.splits.size() * call.q_heads();
   thread_local Scratch scratch;
   float* memory = scratch.floats(heads * (a.dv_padded + 2));

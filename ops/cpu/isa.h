@@ -11,10 +11,17 @@ Isa isa();
 
 }  // namespace pagegraph
 
-// A table's entry per instruction set: PAGEGRAPH_TABLE(name) gives {&plain::name, ...} in the order of Isa. Those for
-// products of bfloat16 share the kernels of AVX-512 where they have none of their own.
-#if defined(__x86_64__)
+// A table's entry per instruction set: PAGEGRAPH_TABLE(name) gives {&plain::name, ...} in the order of Isa, as far as
+// the library has them: the build defines PAGEGRAPH_HAS_<ISA> for all but plain. Those for products of bfloat16 share
+// the kernels of AVX-512 where they have none of their own.
+#if defined(PAGEGRAPH_HAS_AVX512)
 #define PAGEGRAPH_TABLE(name) {&plain::name, &avx2::name, &avx512::name, &avx512::name, &avx512::name}
+#elif defined(PAGEGRAPH_HAS_AVX2)
+#define PAGEGRAPH_TABLE(name) {&plain::name, &avx2::name}
+#else
+#define PAGEGRAPH_TABLE(name) {&plain::name}
+#endif
+
 #define PAGEGRAPH_DECLARE(type, name) \
   namespace plain {                   \
   extern const type name;             \
@@ -25,13 +32,6 @@ Isa isa();
   namespace avx512 {                  \
   extern const type name;             \
   }
-#else
-#define PAGEGRAPH_TABLE(name) {&plain::name}
-#define PAGEGRAPH_DECLARE(type, name) \
-  namespace plain {                   \
-  extern const type name;             \
-  }
-#endif
 
 #define PAGEGRAPH_EXPORT extern "C" __attribute__((visibility("default")))
 

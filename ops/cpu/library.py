@@ -2,10 +2,13 @@
 
 import ctypes
 import functools
+import hashlib
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -32,13 +35,20 @@ ISA_VARIABLE = "PAGEGRAPH_ISA"
 
 
 class CpuLibrary:
-    """The loaded library. Its instruction set is one for the whole process."""
+    """The loaded library. Its instruction set is one for the whole process.
 
-    def __init__(self, path: str) -> None:
+    Attributes:
+        path: the file that it was loaded from.
+        sha256: of that file's content.
+        is_checked: whether the instruction set in use was chosen by `choose_isa`.
+    """
+
+    def __init__(self, path: Path) -> None:
         """Load the library at `path`, which registers its kernels with torch. The overloads must be defined."""
         torch.ops.load_library(path)
-        self.path = path
-        self._library = ctypes.CDLL(path)
+        self.path, self.is_checked = path, False
+        self.sha256 = _sha256(path)
+        self._library = ctypes.CDLL(str(path))
         self._library.pagegraph_isa.restype = ctypes.c_char_p
 
     @property
@@ -61,23 +71,60 @@ class CpuLibrary:
         return int(self._library.pagegraph_pin_workers((ctypes.c_int * len(cpus))(*cpus), len(cpus)))
 
 
-@functools.cache
-def load() -> CpuLibrary:
-    """Build the library if needed, load it, and use the widest instruction set that computes correctly.
+_loaded: CpuLibrary | None = None
+_LOADING = threading.RLock()
 
-    $PAGEGRAPH_ISA (plain, avx2, avx512, avx512bf16 or amx) caps the choice. Once per process; takes some ms if the
-    library is built.
+
+def load(path: Path | None = None) -> CpuLibrary:
+    """Return the library, loaded once per process, with the widest instruction set that computes correctly.
+
+    $PAGEGRAPH_ISA (plain, avx2, avx512, avx512bf16 or amx) caps the choice. The first call takes some ms if the library
+    is built.
+
+    Args:
+        path: of a library that was built before, here or elsewhere; no compiler is needed. None: the one that is
+            loaded, else the one for this machine, which is built if needed.
 
     Raises BuildError or OSError if it cannot be built or loaded, ValueError for a $PAGEGRAPH_ISA that is unknown or not
-    available, RuntimeError if no instruction set computes correctly.
+    available, or if a library of other content than that of `path` is loaded, RuntimeError if no instruction set
+    computes correctly.
     """
-    path = build()
+    global _loaded
+    with _LOADING:
+        if _loaded is None:
+            path = build() if path is None else path
+            _define_overloads()
+            _loaded = CpuLibrary(path)
+        elif path is not None and _sha256(path) != _loaded.sha256:
+            # torch takes each kernel once.
+            raise ValueError(
+                f"the C++ ops of {path} cannot be loaded: this process uses those of {_loaded.path}, which differ, and "
+                "holds one library only; use a new process"
+            )
+        if not _loaded.is_checked:
+            choose_isa(_loaded, os.environ.get(ISA_VARIABLE))
+            logger.info("C++ ops use %s of %s", _loaded.isa, _loaded.isas)
+        return _loaded
+
+
+def loaded() -> CpuLibrary | None:
+    """The library, if this process has loaded it."""
+    return _loaded
+
+
+def library_file() -> Path:
+    """The file of the library that this process uses; loads it as `load` does if none is loaded."""
+    return load().path
+
+
+@functools.cache
+def _define_overloads() -> None:
     for op in OPS:
         define(op, "cpu")
-    library = CpuLibrary(str(path))
-    choose_isa(library, os.environ.get(ISA_VARIABLE))
-    logger.info("C++ ops use %s of %s", library.isa, library.isas)
-    return library
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def choose_isa(library: CpuLibrary, widest: str | None = None) -> None:
@@ -93,6 +140,7 @@ def choose_isa(library: CpuLibrary, widest: str | None = None) -> None:
         library.use(isa)
         error = self_check_error()
         if error < 1e-4:
+            library.is_checked = True
             return
         warnings.warn(
             f"the C++ ops {', '.join(OPS)} for {isa} are wrong by {error:.1e} on this machine and are not used; "
@@ -153,9 +201,13 @@ def self_check_error() -> float:
     return worst
 
 
-@functools.cache
 def problem() -> str | None:
-    """Load the library; return why it cannot be used here, with a warning, or None."""
+    """Load the library, unless one is loaded; return why it cannot be used here, with a warning, or None."""
+    return None if _loaded is not None and _loaded.is_checked else _loading_problem()
+
+
+@functools.cache
+def _loading_problem() -> str | None:
     try:
         load()
     except (BuildError, OSError, RuntimeError) as error:

@@ -19,7 +19,7 @@ constexpr int64_t PACKED_ROWS = 512;              // of x, at once: bounds the s
 constexpr int64_t PACKED_BFLOAT16 = 1 << 19;      // elements of x, at once: half of a level 2 cache of 2 MB
 constexpr int64_t PRODUCTS_PER_THREAD = 1 << 16;  // below, waking a thread costs more than it saves
 
-const LinearKernels& kernels() {
+const LinearKernels& linear_table() {
   static const LinearKernels* const table[] = PAGEGRAPH_TABLE(linear_kernels);
   return *table[isa()];
 }
@@ -55,10 +55,10 @@ void stream(const Linear& a, Element element) {
   const int64_t tile = a.m <= 3 ? divide_up(a.k, 32) * 32 : STREAM_COLUMNS;
   thread_local Scratch scratch;
   float* x = scratch.floats(a.m * divide_up(a.k, tile) * tile);
-  kernels().spread[element](a, tile, x);
+  linear_table().spread[element](a, tile, x);
   share(a.n, STREAM_ROWS, a.m * a.n * a.k, [&](int64_t begin, int64_t end) {
     thread_local Scratch sums;
-    kernels().stream[element](a, begin, end, x, tile, sums.floats(a.m * STREAM_ROWS * 16));
+    linear_table().stream[element](a, begin, end, x, tile, sums.floats(a.m * STREAM_ROWS * 16));
   });
 }
 
@@ -74,15 +74,15 @@ void for_pieces(Linear a, int64_t piece, const F& f) {
 }
 
 void multiply(const Linear& whole, Element element) {
-  const int64_t panel = kernels().panel;
+  const int64_t panel = linear_table().panel;
   thread_local Scratch scratch;
   for_pieces(whole, PACKED_ROWS, [&](const Linear& a) {
     const int64_t panels = divide_up(a.m, panel), products = a.m * a.n * a.k;
     float* x = scratch.floats(panels * panel * divide_up(a.k, COLUMN_TILE) * COLUMN_TILE);
-    share(panels, 1, products, [&](int64_t begin, int64_t end) { kernels().pack(a, begin, end, x); });
+    share(panels, 1, products, [&](int64_t begin, int64_t end) { linear_table().pack(a, begin, end, x); });
     share(a.n, 12, products, [&](int64_t begin, int64_t end) {
       thread_local Scratch own;
-      kernels().multiply[element](a, begin, end, x, own.floats(WEIGHT_TILE * (COLUMN_TILE + panels * panel)));
+      linear_table().multiply[element](a, begin, end, x, own.floats(WEIGHT_TILE * (COLUMN_TILE + panels * panel)));
     });
   });
 }

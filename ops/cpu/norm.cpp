@@ -7,9 +7,9 @@
 namespace pagegraph {
 namespace {
 
-constexpr int64_t ELEMENTS_PER_THREAD = 1 << 15;  // below, waking a thread costs more than it saves
+constexpr int64_t NORMED_PER_THREAD = 1 << 15;  // below, waking a thread costs more than it saves
 
-const NormKernels& kernels() {
+const NormKernels& norm_table() {
   static const NormKernels* const table[] = PAGEGRAPH_TABLE(norm_kernels);
   return *table[isa()];
 }
@@ -17,7 +17,7 @@ const NormKernels& kernels() {
 // Calls f(row) for all rows of `n` elements.
 template <class F>
 void for_rows(int64_t elements, int64_t n, const F& f) {
-  torch::stable::parallel_for(0, elements / n, ELEMENTS_PER_THREAD / n + 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, elements / n, NORMED_PER_THREAD / n + 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) f(row);
   });
 }
@@ -30,7 +30,7 @@ void check(const Tensor& x, const Tensor& weight) {
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, double offset) {
   check(x, weight);
   const Element from = element_of(x, "x");
-  const auto norm = kernels().rms_norm[from][element_of(weight, "weight")];
+  const auto norm = norm_table().rms_norm[from][element_of(weight, "weight")];
   Tensor out = make_output(x, sizes_of(x));
   if (out.numel() == 0) return out;
   const Tensor source = with_adjacent_columns(x), factors = with_adjacent_columns(weight);
@@ -50,8 +50,8 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   const std::vector<int64_t> sizes = sizes_of(x);
   STD_TORCH_CHECK(sizes == sizes_of(residual), "x and residual must be of one shape");
   const Element from = element_of(x, "x"), other = element_of(residual, "residual");
-  const auto add = kernels().add[from][other];
-  const auto norm = kernels().rms_norm[from][element_of(weight, "weight")];
+  const auto add = norm_table().add[from][other];
+  const auto norm = norm_table().rms_norm[from][element_of(weight, "weight")];
   Tensor normed = make_output(x, sizes), sum = make_output(x, sizes);
   if (sum.numel() == 0) return {normed, sum};
   const Tensor left = with_adjacent_columns(x), right = with_adjacent_columns(residual);

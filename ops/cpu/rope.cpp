@@ -6,7 +6,7 @@
 namespace pagegraph {
 namespace {
 
-constexpr int64_t ELEMENTS_PER_THREAD = 1 << 15;  // below, waking a thread costs more than it saves
+constexpr int64_t ROTATED_PER_THREAD = 1 << 15;  // below, waking a thread costs more than it saves
 
 // Rows of a tensor [T, H, D] with any strides, or of one [T, R], which has one head.
 struct Source {
@@ -70,20 +70,11 @@ void copy(const Source& x, int64_t token, const Target& y, int64_t to) {
   for (int64_t head = 0; head < y.heads; ++head) copy_row(x.row(token, head), x.stride, y.row(to, head), y.d);
 }
 
-void check(const Tensor& source, const Tensor& cache, int64_t tokens) {
-  STD_TORCH_CHECK(source.dim() == 3 && cache.dim() == 4,
-                  "rope_write_kv takes q, k, v [T, H, D] and caches [N, bs, Hk, D]");
-  STD_TORCH_CHECK(source.size(0) == tokens, "k and v must have as many tokens as slot_mapping has slots");
-  STD_TORCH_CHECK(source.size(1) == cache.size(2) && source.size(2) == cache.size(3),
-                  "k and v must have the heads and head dims of the caches");
-  STD_TORCH_CHECK(cache.is_contiguous(), "the caches must be contiguous");
-}
-
 Tensor rope_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
                      const Tensor& k_cache, const Tensor& v_cache, const Tensor& slot_mapping) {
   const int64_t tokens = slot_mapping.size(0);
-  check(k, k_cache, tokens);
-  check(v, v_cache, tokens);
+  check_cache_write(k, k_cache, tokens);
+  check_cache_write(v, v_cache, tokens);
   const int64_t slots = k_cache.size(0) * k_cache.size(1), d = k.size(2);
   STD_TORCH_CHECK(v_cache.size(0) * v_cache.size(1) == slots, "k_cache and v_cache must have as many slots");
   STD_TORCH_CHECK(q.dim() == 3 && q.size(0) == tokens && q.size(2) == d,
@@ -102,7 +93,7 @@ Tensor rope_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Te
   Tensor out = make_output(q, sizes_of(q));
   const Target rotated(out, "q");
   const int64_t elements = (q.size(1) + k.size(1)) * d + v.size(1) * v.size(2);  // of a token
-  torch::stable::parallel_for(0, tokens, ELEMENTS_PER_THREAD / (elements + 1) + 1, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, tokens, ROTATED_PER_THREAD / (elements + 1) + 1, [&](int64_t begin, int64_t end) {
     thread_local Scratch scratch;
     float* token_cos = scratch.floats(2 * r);
     float* token_sin = token_cos + r;

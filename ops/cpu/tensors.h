@@ -1,4 +1,4 @@
-// What ops read from tensors of torch's stable ABI. Included only by files that are compiled once.
+// What ops read from tensors of torch's stable ABI. Included only by the files that are compiled once, as one.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -89,6 +89,15 @@ inline Tensor make_output(const Tensor& x, const std::vector<int64_t>& sizes) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), dtype,
                                                   aoti_torch_device_type_cpu(), 0, &out));
   return Tensor(out);
+}
+
+// Checks k or v, [T, Hk, D] with T = tokens, and the cache [N, block_size, Hk, D] that it is to be written to.
+inline void check_cache_write(const Tensor& source, const Tensor& cache, int64_t tokens) {
+  STD_TORCH_CHECK(source.dim() == 3 && cache.dim() == 4, "k and v must be [T, Hk, D], the caches [N, bs, Hk, D]");
+  STD_TORCH_CHECK(source.size(0) == tokens, "k and v must have as many tokens as slot_mapping has slots");
+  STD_TORCH_CHECK(source.size(1) == cache.size(2) && source.size(2) == cache.size(3),
+                  "k and v must have the heads and head dims of the caches");
+  STD_TORCH_CHECK(cache.is_contiguous(), "the caches must be contiguous");
 }
 
 inline std::vector<int64_t> sizes_of(const Tensor& tensor) { return {tensor.sizes().begin(), tensor.sizes().end()}; }

@@ -30,19 +30,11 @@ void write(const Tensor& source, const Tensor& cache, const std::vector<int64_t>
   });
 }
 
-void check(const Tensor& source, const Tensor& cache, int64_t tokens) {
-  STD_TORCH_CHECK(source.dim() == 3 && cache.dim() == 4, "write_kv takes k, v [T, Hk, D] and caches [N, bs, Hk, D]");
-  STD_TORCH_CHECK(source.size(0) == tokens, "k and v must have as many tokens as slot_mapping has slots");
-  STD_TORCH_CHECK(source.size(1) == cache.size(2) && source.size(2) == cache.size(3),
-                  "k and v must have the heads and head dims of the caches");
-  STD_TORCH_CHECK(cache.is_contiguous(), "the caches must be contiguous");
-}
-
 void write_kv(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
               const Tensor& slot_mapping) {
   const int64_t tokens = slot_mapping.size(0), end = k_cache.size(0) * k_cache.size(1);
-  check(k, k_cache, tokens);
-  check(v, v_cache, tokens);
+  check_cache_write(k, k_cache, tokens);
+  check_cache_write(v, v_cache, tokens);
   STD_TORCH_CHECK(v_cache.size(0) * v_cache.size(1) == end, "k_cache and v_cache must have as many slots");
   const Integers mapping(slot_mapping, "slot_mapping");
   std::vector<int64_t> slots(tokens);
