@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import reprlib
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 from tqdm.asyncio import tqdm_asyncio
 
 from models import default_model
+from models.safetensors_files import Safetensors, read_json
+from models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
@@ -30,45 +23,11 @@ SUPPORTED = (
     "or a Hugging Face hub id such as 'org/name'"
 )
 
-_INDEX = "model.safetensors.index.json"
-_TOKENIZER_FILES = ("tokenizer*.json", "tokenizer*.model", "vocab.*", "spiece.model", "tekken.json", "*.tiktoken")
 _HUB_FILES = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.safetensors"]
 _HUB_IGNORED = ["*/*", "consolidated*.safetensors", "adapter_*"]  # other layouts of the same weights, and adapters
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """What a safetensors header says of one tensor.
-
-    Attributes:
-        shape: sizes, outermost first.
-        dtype: element type in the file.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor's data in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Checkpoint:
+class Checkpoint(Safetensors):
     """The files of one model. Headers and config are read at once, tensor data only by `get`.
 
     Attributes:
@@ -84,73 +43,35 @@ class Checkpoint:
             ValueError: a file is missing, truncated or unreadable, or the architecture or storage format is not
                 supported; the message names it.
         """
-        self.folder = Path(folder)
-        if not (self.folder / "config.json").is_file():
-            raise ValueError(f"{self.folder} holds no config.json; supported: {SUPPORTED}")
-        self._specs: dict[str, TensorSpec] = {}
-        self._shard_of: dict[str, Path] = {}
-        for shard in _shards(self.folder):
-            for name, spec in _read_header(shard).items():
-                if name in self._specs:
-                    raise ValueError(f"tensor {name!r} is in both {self._shard_of[name]} and {shard}")
-                self._specs[name], self._shard_of[name] = spec, shard
+        if not (Path(folder) / "config.json").is_file():
+            raise ValueError(f"{folder} holds no config.json; supported: {SUPPORTED}")
+        super().__init__(folder)
         self.config = _load_config(self.folder)
         self.generation_config = _load_generation_config(self.folder)
-        self._open_shard: tuple[Path, Any] | None = None
-
-    def names(self) -> Mapping[str, TensorSpec]:
-        """Every tensor's name in the files, with its shape and dtype."""
-        return self._specs
-
-    def get(self, name: str) -> Tensor:
-        """The tensor `name`, memory-mapped on the CPU (pages are read when they are touched).
-
-        One shard is kept open at a time, so reading in file order opens each shard once.
-        """
-        shard = self._shard_of[name]
-        if self._open_shard is None or self._open_shard[0] != shard:
-            self._open_shard = (shard, safe_open(shard, framework="pt", device="cpu"))
-        return self._open_shard[1].get_tensor(name)
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """The floating dtype that most elements are stored in.
-
-        Raises:
-            ValueError: no tensor is of a floating dtype.
-        """
-        elements: Counter[torch.dtype] = Counter()
-        for spec in self._specs.values():
-            if spec.dtype.is_floating_point:
-                elements[spec.dtype] += math.prod(spec.shape)
-        if not elements:
-            raise ValueError(f"{self.folder} holds no tensor of a floating dtype")
-        return elements.most_common(1)[0][0]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of all tensor data in bytes."""
-        return sum(spec.nbytes for spec in self._specs.values())
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The folder's tokenizer; None, with a log line, when the folder carries none."""
-        if not any(path for pattern in _TOKENIZER_FILES for path in self.folder.glob(pattern)):
-            logger.warning("%s carries no tokenizer: prompts must be token ids, and outputs have no text", self.folder)
-            return None
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+        return load_tokenizer(self.folder)
 
 
 def resolve(model: str | Path, progress: bool = True) -> Checkpoint:
-    """Find `model` and open it: the default model's name, a folder, or a hub id, tried in this order.
+    """Find `model`, as `locate` does, and open it.
+
+    Raises, beside what `locate` does:
+        ValueError: the checkpoint is broken or unsupported.
+    """
+    return Checkpoint(locate(model, progress))
+
+
+def locate(model: str | Path, progress: bool = True) -> Path:
+    """The folder of `model`: the default model's name, a folder, or a hub id, tried in this order.
 
     Args:
         model: see `SUPPORTED`.
         progress: whether downloads show a bar on stderr.
 
     Raises:
-        ValueError: nothing by that name can be had, it is no name, or the checkpoint is broken or unsupported.
+        ValueError: nothing by that name can be had, or it is no name.
         RuntimeError: the default model could not be downloaded.
 
     Side effects: downloads into the cache of the default model or of huggingface_hub.
@@ -161,13 +82,13 @@ def resolve(model: str | Path, progress: bool = True) -> Checkpoint:
             "model in memory is given to the engine as a transformers PreTrainedModel, new weights as a state dict"
         )
     if model == default_model.NAME:
-        return Checkpoint(default_model.fetch(progress))
+        return default_model.fetch(progress)
     folder = Path(model).expanduser()
     if folder.is_dir():
-        return Checkpoint(folder)
+        return folder
     if isinstance(model, Path) or folder.is_file():
         raise ValueError(f"{model} is not a folder; supported: {SUPPORTED}")
-    return Checkpoint(_download(model, progress))
+    return Path(_download(model, progress))
 
 
 class _SilentBar(tqdm_asyncio):
@@ -195,51 +116,11 @@ def _download(hub_id: str, progress: bool) -> str:
         ) from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-
-
-def _shards(folder: Path) -> list[Path]:
-    """The safetensors files that make up the checkpoint, as its index, if any, lists them."""
-    if (folder / _INDEX).is_file():
-        shards = [folder / name for name in sorted(set(_read_json(folder / _INDEX).get("weight_map", {}).values()))]
-        missing = [shard.name for shard in shards if not shard.is_file()]
-        if missing:
-            raise ValueError(f"{folder / _INDEX} names shards that are missing: {', '.join(missing)}; download them")
-    elif (folder / "model.safetensors").is_file():
-        shards = [folder / "model.safetensors"]
-    else:
-        shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
-        others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".gguf", ".pt", ".pth"))
-        found = f" (found {', '.join(others)}, which cannot be loaded: convert to safetensors)" if others else ""
-        raise ValueError(f"{folder} holds no *.safetensors{found}; supported: {SUPPORTED}")
-    return shards
-
-
-def _read_header(shard: Path) -> dict[str, TensorSpec]:
-    """Names, shapes and dtypes in `shard`; safetensors checks that the file is as long as its header says."""
-    try:
-        with safe_open(shard, framework="pt", device="cpu") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            stored = {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
-    except SafetensorError as error:
-        size = shard.stat().st_size
-        raise ValueError(f"{shard} ({size} bytes) is truncated or damaged: {error}; download it again") from error
-    for name, (_, dtype) in stored.items():
-        if dtype not in _DTYPES:
-            raise ValueError(f"{shard}: tensor {name!r} has dtype {dtype}; supported: {', '.join(_DTYPES)}")
-    return {name: TensorSpec(tuple(shape), _DTYPES[dtype]) for name, (shape, dtype) in stored.items()}
-
-
 def _load_config(folder: Path) -> PretrainedConfig:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    raw = _read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
     model_type = raw.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise ValueError(

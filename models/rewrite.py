@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from models.probe import Probe
 from models.report import RuleOutcome
+from models.weight_plan import Destination
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,15 @@ class LoadPlan:
         The tensors alias the parameters of `model`: copying into them loads it.
         """
         state = model.state_dict()
-        found = {name: state[name] for name in unmodified if name in state}
+        return {name: place.within(state) for name, place in self.places(unmodified).items()}
+
+    def places(self, unmodified: Mapping[str, Tensor]) -> dict[str, Destination]:
+        """The same as names: that of a tensor of the rewritten model, and which slice of it."""
+        found = {name: Destination(name) for name in unmodified}
         for stack in self.stacks:
             sizes = [unmodified[source].shape[stack.dim] for source in stack.sources]
-            found.update(zip(stack.sources, state[stack.destination].split(sizes, stack.dim), strict=True))
-        assert found.keys() == unmodified.keys(), unmodified.keys() ^ found.keys()
+            for source, start, size in zip(stack.sources, accumulate(sizes, initial=0), sizes, strict=False):
+                found[source] = Destination(stack.destination, stack.dim, start, size)
         return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -10,7 +11,6 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 _REPLACEMENT = "\ufffd"  # what tokenizers decode a cut or invalid UTF-8 sequence to
 _CONTEXT = 6  # prompt tokens in the first window
@@ -201,10 +201,14 @@ def _pieces(tokenizer: Decoder, backend: Decoder) -> _Pieces | None:
 
 def _backend(tokenizer: Decoder) -> Decoder:
     """The tokenizer's Rust part where it alone decodes: transformers' wrapper takes several times as long."""
-    kind: Any = type(tokenizer)
-    if not isinstance(tokenizer, PreTrainedTokenizerFast) or "decode" in vars(tokenizer):
+    transformers = sys.modules.get("transformers")  # not imported for the question: that takes most of a second
+    if transformers is None:
         return tokenizer
-    if kind.decode is not PreTrainedTokenizerFast.decode or kind._decode is not PreTrainedTokenizerFast._decode:
+    fast = transformers.PreTrainedTokenizerFast
+    kind: Any = type(tokenizer)
+    if not isinstance(tokenizer, fast) or "decode" in vars(tokenizer):
+        return tokenizer
+    if kind.decode is not fast.decode or kind._decode is not fast._decode:
         return tokenizer
     backend = tokenizer.backend_tokenizer
     # transformers ignores the wish to clean up spaces for byte pair encodings, unless it is made twice.
