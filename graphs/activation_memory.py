@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from graphs.inputs import StepSizes
 from graphs.kv_cache import KVCache
-from models.adapted import AdaptedModel
 from models.step_inputs import FIELDS, StepInputs
+
+if TYPE_CHECKING:  # it imports transformers
+    from models.adapted import AdaptedModel
 
 
 class LiveStorages(TorchDispatchMode):

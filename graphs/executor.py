@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
-from graphs.capture import CapturedGraph, compiler_missing
-from graphs.fusion import GraphRule
 from graphs.inputs import StepSizes
 from graphs.kv_cache import KVCache
-from models.adapted import AdaptedModel
 from models.report import RuleOutcome
 from models.step_inputs import StepInputs, StepOutputs
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:  # both import transformers
+    from graphs.compile import Compiled
+    from models.adapted import AdaptedModel
 
 
 class Executor(Protocol):
@@ -71,31 +69,21 @@ class EagerExecutor:
 
 
 class CompiledExecutor:
-    """Runs the one compiled graph, compiled when this is made."""
+    """Runs the one compiled graph of a model. state: the model's tensors by name, as they are when it is called."""
 
-    def __init__(
-        self,
-        module: AdaptedModel,
-        cache: KVCache,
-        device: torch.device,
-        rules: Sequence[GraphRule] = (),
-        *,
-        progress: bool = True,
-    ) -> None:
-        self._cache = cache
-        self.graph = CapturedGraph(module, rules, progress=progress)
-        with torch.no_grad():
-            self.graph.compile(cache, device)
+    def __init__(self, compiled: Compiled, cache: KVCache, state: Callable[[], Mapping[str, Tensor]]) -> None:
+        self.compiled = compiled
+        self._cache, self._state = cache, state
 
     @property
     def num_recompiles(self) -> int:
-        """See Executor."""
-        return self.graph.num_recompiles
+        """See Executor. Nothing goes through Dynamo once the graph has been captured."""
+        return max(0, self.compiled.num_graphs - 1)
 
     @property
     def outcomes(self) -> list[RuleOutcome]:
         """See Executor."""
-        return self.graph.outcomes
+        return list(self.compiled.outcomes)
 
     def padded(self, sizes: StepSizes) -> StepSizes:
         """See Executor: any sizes do."""
@@ -107,30 +95,9 @@ class CompiledExecutor:
 
     def rebind(self) -> None:
         """See Executor."""
-        self.graph.rebind()
+        self.compiled.runner.rebind(self._state())
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> StepOutputs:
         """See Executor."""
-        return self.graph(inputs, self._cache.k, self._cache.v)
-
-
-def make_executor(
-    module: AdaptedModel,
-    cache: KVCache,
-    device: torch.device,
-    backend: str,
-    rules: Sequence[GraphRule] = (),
-    *,
-    progress: bool = True,
-) -> Executor:
-    """Make the executor of a backend: "inductor" (compiles now, after `rules` rewrote the graph; without a compiler
-    warns and is eager) or "eager"."""
-    if backend == "inductor":
-        missing = compiler_missing(device)
-        if missing is None:
-            executor = CompiledExecutor(module, cache, device, rules, progress=progress)
-            logger.info("compile: one graph in %.1f s", executor.graph.seconds)
-            return executor
-        warnings.warn(f"{missing} is not on this machine: running uncompiled (backend='eager')", stacklevel=4)
-    return EagerExecutor(module, cache)
+        return self.compiled.runner(inputs, self._cache.k, self._cache.v)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,16 @@ from models.skeleton import on_meta
 from models.step_inputs import StepInputs, StepOutputs
 from ops.memory import Spec, allocate
 from ops.providers import Choice, choose
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer of a module by its name, and the tensors that its modules keep as plain attributes."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if isinstance(value, Tensor):
+                yield f"{path}.{name}", value
 
 
 class AdaptedModel(nn.Module):

@@ -55,6 +55,14 @@ def share(model: ModelT) -> ModelT:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors}).eval()
 
 
+def without_weights(model: ModelT) -> ModelT:
+    """Copy a module with its parameters on the meta device, ties kept, and its buffers as they are."""
+    memo: dict[int, object] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    return copy.deepcopy(model, memo).eval()
+
+
 def on_meta(model: ModelT) -> ModelT:
     """Copy a module's structure with every parameter and buffer on the meta device, ties kept."""
     memo: dict[int, object] = {}

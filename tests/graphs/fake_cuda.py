@@ -26,14 +26,14 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._inductor import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoConfig
 
 from graphs import fusion
-from graphs.capture import CapturedGraph
+from graphs.capture import capture
 from graphs.kv_cache import KVCache
+from graphs.partition import partition
 from graphs.rules import GRAPH_RULES
 from models import rewrite, skeleton
 from models.adapted import adapt
@@ -111,20 +111,17 @@ def _with_cpu(verify: Callable[..., str | None], *args: Any) -> str | None:
     return verify(*others, torch.device("cpu"))
 
 
-class Lowering:
-    """Stands in for inductor: keeps the graph that AOTAutograd would give to it, if asked to, and compiles nothing."""
+def lowered(unit: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that AOTAutograd would give to inductor for a unit, which is not compiled."""
+    nodes: list[fx.Node] = []
 
-    def __init__(self, lower: bool) -> None:
-        self.graphs: list[fx.GraphModule] = []
-        self._lower = lower
-
-    def __call__(self, graph: fx.GraphModule, example: list[Any], *_: Any, **__: Any) -> Any:
-        """Take the place of `compile_fx`."""
-        return aot_module_simplified(graph, example, fw_compiler=self._keep) if self._lower else graph
-
-    def _keep(self, graph: fx.GraphModule, example: list[Any]) -> Any:
-        self.graphs.append(graph)
+    def keep(graph: fx.GraphModule, example: list[Any]) -> Any:
+        nodes.extend(graph.graph.nodes)
         return make_boxed_func(graph)
+
+    examples = [node.meta["val"] for node in unit.graph.find_nodes(op="placeholder")]
+    aot_module_simplified(unit, examples, fw_compiler=keep)
+    return nodes
 
 
 def trace(folder: Path, device: torch.device) -> Trace:
@@ -132,25 +129,26 @@ def trace(folder: Path, device: torch.device) -> Trace:
     counters.clear()
     adaptation = adapt(skeleton.build(AutoConfig.from_pretrained(folder), DTYPE), device)
     choices = adaptation.report.providers
-    captured = CapturedGraph(adaptation.module, [make(choices) for make in GRAPH_RULES.values()], progress=False)
-    compile_fx.compile_fx = lowering = Lowering(device.type == "cuda")
+    rules = [make(choices) for make in GRAPH_RULES.values()]
     # Buffers, such as rope frequencies, have been computed for real: they become fake when they move to the device.
     # What the host would read becomes a symbol of the ShapeEnv, and is found in the graph; without one it is an error.
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.no_grad():
         adaptation.materialise(device, own=True)
         cache = KVCache(adaptation.report.plan, NUM_BLOCKS, BLOCK_SIZE, DTYPE, device, choices["copy_blocks"])
-        captured.compile(cache, device)
-    lowered = [node for graph in lowering.graphs for node in graph.graph.nodes]
+        captured = capture(adaptation.module, cache, device, rules)
+    with torch.no_grad():  # outside of that mode, for Dynamo's own tensors are of another
+        _, units = partition(captured, share=False)
+        nodes = lowered(units[0]) if device.type == "cuda" else []
     outcomes = [*adaptation.report.outcomes, *captured.outcomes]
     return Trace(
         graphs=counters["stats"]["unique_graphs"],
         call_sites=len(adaptation.report.plan.sites),
         breaks=dict(counters["graph_break"]),
-        calls=[_name(node) for node in captured.graphs[0].graph.nodes if node.op.startswith("call_")],
+        calls=[_name(node) for node in captured.graph.graph.nodes if node.op.startswith("call_")],
         skipped=[f"{outcome.rule}: {outcome.reason}" for outcome in outcomes if not outcome.applied],
-        num_dynamic_sizes=_num_dynamic_sizes(captured.graphs[0]),
-        devices=sorted({str(value.device) for node in lowered for value in _tensors(node)}),
-        host_reads=[str(node.target) for node in lowered if _reads_on_the_host(node)],
+        num_dynamic_sizes=_num_dynamic_sizes(captured.graph),
+        devices=sorted({str(value.device) for node in nodes for value in _tensors(node)}),
+        host_reads=[str(node.target) for node in nodes if _reads_on_the_host(node)],
     )
 
 

@@ -56,7 +56,7 @@ def real_peak(engine: Engine, sizes: StepSizes) -> int:
     host.query_start_loc[:-1] = torch.arange(sizes.sequences)
     host.query_start_loc[-1] = sizes.tokens
     host.seq_lens[:] = host.query_start_loc.diff()
-    inputs, cache, module = arena.upload(), engine.runner.cache, engine._loaded.adaptation.module
+    inputs, cache, module = arena.upload(), engine.runner.cache, engine._loaded.module
     with LiveStorages([*module.parameters(), *module.buffers(), *inputs, *cache.tensors]) as storages:
         outputs = engine.runner.executor.run(inputs)
     assert storages.current == outputs.logits.nbytes + outputs.tokens.nbytes, "all else is gone"
@@ -64,7 +64,7 @@ def real_peak(engine: Engine, sizes: StepSizes) -> int:
 
 
 def fake_peak(engine: Engine, sizes: StepSizes) -> int:
-    return peak_activation_bytes(engine._loaded.adaptation.module, engine.runner.cache, sizes, CPU)
+    return peak_activation_bytes(engine._loaded.module, engine.runner.cache, sizes, CPU)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -110,7 +110,7 @@ def test_fake_tensors_give_the_peak_of_a_real_step(
     peak = fake_peak(engine, sizes)
     assert peak == real_peak(engine, sizes)
     assert peak >= sizes.rows * engine.vocab_size * 4, "the logits alone"
-    parameters = list(engine._loaded.adaptation.module.parameters())
+    parameters = list(engine._loaded.module.parameters())
     assert all(type(parameter) is nn.Parameter for parameter in parameters)
 
 

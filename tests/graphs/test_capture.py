@@ -3,37 +3,32 @@
 Dimensions of the cache are chosen so that nothing else in the graph has them.
 """
 
-import copy
 import gc
-import os
 import re
 import warnings
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch._inductor.graph import GraphLowering
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from transformers import PretrainedConfig, PreTrainedModel
 
 import runtime
-from graphs import capture
+from graphs import capture as capture_module
+from graphs.capture import Capture
+from graphs.compile import compile_graph
+from graphs.compiled_graph import Compiled, unit_file
 from graphs.executor import CompiledExecutor, EagerExecutor
-from graphs.fusion import GraphRule
-from graphs.inputs import InputArena, StepSizes
-from graphs.kv_cache import KVCache
-from graphs.rules import GRAPH_RULES
-from models import skeleton
-from models.adapted import AdaptedModel, adapt
-from models.step_inputs import StepInputs, StepOutputs
-from ops.providers import choose, select
+from models.step_inputs import StepInputs
+from ops.providers import choose
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, KV_HEADS, HEAD_DIM = 5, 3, 26
@@ -50,7 +45,8 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-Chunk = tuple[list[int], int, list[int]]  # tokens, first position, block ids of the whole sequence
+Fill = Callable[..., StepInputs]
+CheckSteps = Callable[[Any, Any], None]
 
 
 def make(config: PretrainedConfig) -> PreTrainedModel:
@@ -58,63 +54,67 @@ def make(config: PretrainedConfig) -> PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
-def adapted(model: PreTrainedModel) -> AdaptedModel:
-    adaptation = adapt(skeleton.share(model), CPU)
-    adaptation.materialise(CPU, own=False)
-    source = model.state_dict()
-    for name, destination in adaptation.destinations().items():
-        destination.copy_(source[name])
-    return adaptation.module
-
-
-def graph_rules() -> list[GraphRule]:
-    choices = choose(CPU, {}, torch.float32)
-    return [make_rule(choices) for make_rule in GRAPH_RULES.values()]
-
-
-def make_cache(module: AdaptedModel, num_blocks: int) -> KVCache:
-    return KVCache(module.plan, num_blocks, BLOCK_SIZE, torch.float32, CPU, select("copy_blocks", CPU))
-
-
 @dataclass
-class Compiled:
-    """A module, the graph of it over the first pool, and what the compiler made."""
+class Case:
+    """An adapted model, the graph of it, and what Dynamo and the compiler made."""
 
-    model: PreTrainedModel
-    module: AdaptedModel
-    cache: KVCache
-    executor: CompiledExecutor
-    code: str
+    adapted: Any
+    captured: Capture
+    compiled: Compiled
+    executor: CompiledExecutor  # over a pool of 23 blocks
+    code: str  # that calls the kernels of the first unit
     graph_breaks: dict[str, int]
     unique_graphs: int
 
-    def over(self, cache: KVCache) -> CompiledExecutor:
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.adapted.model
+
+    def over(self, num_blocks: int) -> CompiledExecutor:
         """The same graph over another pool."""
-        other = copy.copy(self.executor)
-        other._cache = cache
-        return other
+        return self.adapted.executor(self.compiled, num_blocks)
 
 
-def compile_now(config: PretrainedConfig, num_blocks: int) -> Compiled:
-    model = make(config)
-    module = adapted(model)
-    cache = make_cache(module, num_blocks)
+def compile_now(adapted: Any, optimize: str, folder: Path) -> Case:
+    """Compile with nothing in the cache of graphs, which lies in `folder`."""
+    captures: list[Capture] = []
+    real = capture_module.capture
+
+    def keep(*args: Any) -> Capture:
+        captures.append(real(*args))
+        return captures[-1]
+
     counters.clear()
-    codes: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GraphLowering, "save_output_code", codes.append)
-        executor = CompiledExecutor(module, cache, CPU, graph_rules(), progress=False)
-    assert len(codes) == 1
+        patch.setattr(capture_module, "capture", keep)
+        patch.setattr("graphs.compile_cache.graphs_folder", lambda: folder)
+        compiled = compile_graph(adapted.source(optimize), progress=False)
     breaks, graphs = dict(counters["graph_break"]), counters["stats"]["unique_graphs"]
-    return Compiled(model, module, cache, executor, codes[0], breaks, graphs)
+    (captured,) = captures
+    assert compiled.graph is not None
+    code = wrapper_code(unit_file(compiled.graph.folder, 0))
+    return Case(adapted, captured, compiled, adapted.executor(compiled), code, breaks, graphs)
+
+
+def wrapper_code(package: Path) -> str:
+    """The C++ by which a unit calls its kernels."""
+    with zipfile.ZipFile(package) as members:
+        (name,) = (name for name in members.namelist() if name.endswith(".wrapper.cpp"))
+        code = members.read(name).decode()
+    return code[code.index("::run_impl(") :]
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
-    with pytest.MonkeyPatch.context() as patch:
-        # Empty, so that the code is generated and not found.
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        yield compile_now(transformers.LlamaConfig(**SIZES), num_blocks=23)
+def llama(adapted: Callable, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Two layers, as one unit."""
+    return compile_now(adapted(make(transformers.LlamaConfig(**SIZES))), "latency", tmp_path_factory.mktemp("graphs"))
+
+
+@pytest.fixture(scope="module")
+def deep_llama(adapted: Callable, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """Six layers, cut into units."""
+    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 6})
+    return compile_now(adapted(make(config)), "startup", tmp_path_factory.mktemp("graphs"))
 
 
 @pytest.fixture
@@ -127,68 +127,15 @@ def no_recompile() -> Iterator[None]:
     assert not counters["graph_break"]
 
 
-def fill(
-    chunks: list[Chunk],
-    *,
-    rows: list[int] | None = None,
-    width: int | None = None,
-    masked: int = 1,
-    fed_back: dict[int, int] | None = None,
-    previous: tuple[int, ...] = (0,),
-) -> StepInputs:
-    """Greedy inputs in an arena; logits of all tokens unless `rows` of T are named; `fed_back` maps T to R."""
-    ids = [token for tokens, _, _ in chunks for token in tokens]
-    rows = list(range(len(ids))) if rows is None else rows
-    width = width or max(-(-(start + len(tokens)) // BLOCK_SIZE) for tokens, start, _ in chunks)
-    sizes = StepSizes(len(ids), len(chunks), width, len(rows), masked=masked)
-    arena = InputArena(CPU, torch.tensor(previous))
-    inputs = arena.carve(sizes)
-    for tensor in inputs[:2] + inputs[3:]:
-        tensor.zero_()
-    inputs.input_ids[:] = torch.tensor(ids)
-    inputs.prev_row.fill_(-1)
-    for token, row in (fed_back or {}).items():
-        inputs.prev_row[token] = row
-    inputs.logits_indices[:] = torch.tensor(rows)
-    inputs.top_p.fill_(1)
-    inputs.masked_ids.fill_(-1)
-    end = 0
-    for index, (tokens, start, blocks) in enumerate(chunks):
-        positions = torch.arange(start, start + len(tokens))
-        table = torch.tensor((blocks + [0] * width)[:width])
-        span = slice(end, end := end + len(tokens))
-        inputs.positions[span] = positions
-        inputs.slot_mapping[0, span] = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        inputs.block_table[0, index] = table
-        inputs.seq_lens[index] = start + len(tokens)
-        inputs.query_start_loc[index + 1] = end
-    return arena.upload()
-
-
 def prompt(seed: int, length: int) -> list[int]:
     return torch.randint(3, 96, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-A, B, C = prompt(1, 17), prompt(2, 8), prompt(3, 4)
-TABLES = {"a": [9, 3, 7, 5], "b": [2, 8], "c": [10]}
-# Chunked prefill, mixed with decode, alone and together; ends with decodes of three sequences, of one, and of one row.
-STEPS: list[StepInputs] = [
-    fill([(A[:1], 0, TABLES["a"])]),
-    fill([(A[1:9], 1, TABLES["a"]), (B[:5], 0, TABLES["b"])], rows=[12]),
-    fill([(B[5:6], 5, TABLES["b"]), (A[9:14], 9, TABLES["a"]), (C[:2], 0, TABLES["c"])], masked=3),
-    fill([(C[2:3], 2, TABLES["c"]), (A[14:15], 14, TABLES["a"]), (B[6:7], 6, TABLES["b"])], rows=[0, 1, 2, 0, 0]),
-    fill([(A[15:16], 15, TABLES["a"]), (B[7:8], 7, TABLES["b"])], fed_back={1: 2}, previous=(5, 6, B[7])),
-    fill([(A[16:17], 16, TABLES["a"])], previous=(1, 2)),
-]
+A, C = prompt(1, 17), prompt(3, 4)
 
 
 def error(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).abs().max() / expected.abs().max()).item()
-
-
-def assert_equal(found: StepOutputs, expected: StepOutputs) -> None:
-    assert error(found.logits, expected.logits) < 1e-5
-    assert torch.equal(found.tokens, expected.tokens)
 
 
 @torch.no_grad()
@@ -197,15 +144,15 @@ def hugging_face(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 
 
 @pytest.mark.compile
-def test_one_graph_without_breaks(llama: Compiled) -> None:
-    assert len(llama.executor.graph.graphs) == llama.unique_graphs == 1
+def test_one_graph_without_breaks(llama: Case) -> None:
+    assert llama.compiled.num_graphs == llama.unique_graphs == 1
     assert llama.executor.num_recompiles == 0
     assert llama.graph_breaks == {}
 
 
 @pytest.mark.compile
-def test_the_golden_list_of_ops(llama: Compiled) -> None:
-    nodes = [str(node.target) for node in llama.executor.graph.graphs[0].graph.nodes]
+def test_the_golden_list_of_ops(llama: Case) -> None:
+    nodes = [str(node.target) for node in llama.captured.graph.graph.nodes]
     ours = [name.removeprefix("pagegraph.") for name in nodes if name.startswith("pagegraph.")]
     attention = ["linear.cpu", "rope_write_kv.cpu", "paged_attention.cpu", "linear.cpu", "add_rms_norm.cpu"]
     layer = [*attention, "linear.cpu", "silu_and_mul.cpu", "linear.cpu", "add_rms_norm.cpu"]
@@ -213,9 +160,8 @@ def test_the_golden_list_of_ops(llama: Compiled) -> None:
 
 
 @pytest.mark.compile
-def test_caches_and_inputs_are_graph_inputs_of_dynamic_sizes(llama: Compiled) -> None:
-    (graph,) = llama.executor.graph.graphs
-    examples = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+def test_caches_and_inputs_are_graph_inputs_of_dynamic_sizes(llama: Case) -> None:
+    examples = [node.meta["example_value"] for node in llama.captured.graph.graph.find_nodes(op="placeholder")]
     shapes = [[dim if isinstance(dim, int) else str(dim) for dim in e.shape] for e in examples if isinstance(e, Tensor)]
     caches = [shape for shape in shapes if shape[1:] == [BLOCK_SIZE, KV_HEADS, HEAD_DIM]]
     assert len(caches) == 4
@@ -228,35 +174,38 @@ def test_caches_and_inputs_are_graph_inputs_of_dynamic_sizes(llama: Compiled) ->
 
 
 @pytest.mark.compile
-def test_generated_code_neither_allocates_nor_copies_anything_of_the_size_of_a_cache(llama: Compiled) -> None:
-    strides = f"({BLOCK_SIZE * KV_HEADS * HEAD_DIM}, {KV_HEADS * HEAD_DIM}, {HEAD_DIM}, 1)"
-    declared = re.findall(
-        rf"assert_size_stride\((\w+), \(([su]\d+), {BLOCK_SIZE}, {KV_HEADS}, {HEAD_DIM}\), {re.escape(strides)}",
-        llama.code,
-    )
-    assert len(declared) == 4
-    names = {name for name, _ in declared}
-    (symbol,) = {symbol for _, symbol in declared}
+def test_generated_code_neither_allocates_nor_copies_anything_of_the_size_of_a_cache(llama: Case) -> None:
+    (call,) = llama.compiled.runner.program.calls
+    first = len(StepInputs._fields)
+    caches = {call.inputs.index(slot) for slot in range(first, first + 4)}
+    arguments = re.findall(r"auto (\w+) = std::move\(inputs\[(\d+)\]\)", llama.code)
+    names = {name for name, index in arguments if int(index) in caches}
+    assert len(names) == 4
+    sizes = re.findall(r"int64_t (\w+) = (\w+)_size\[0\]", llama.code)
+    (symbol,) = {size for size, name in sizes if name in names}  # the number of blocks
+
+    shapes = dict(re.findall(r"int64_t (\w+)\[\] = \{(.*)\}", llama.code))
+    allocated = re.findall(r"aoti_torch_empty_strided\w*\(\w+, (\w+),", llama.code)
+    assert allocated
+    for shape in allocated:
+        assert symbol not in re.findall(r"\w+", shapes[shape])
+        assert f"{BLOCK_SIZE}L, {KV_HEADS}L, {HEAD_DIM}L" not in shapes[shape]
+    allowed = r"std::move\(inputs|_size = |_size\[0\]|assert_size_stride|\.reset\(\);"
+    calls = []
     for line in llama.code.splitlines():
-        used = re.findall(r"\w+", line)
-        if re.search(r"empty|alloc|clone|zeros|new_", line):
-            assert symbol not in used, line
-            assert str(BLOCK_SIZE * KV_HEADS * HEAD_DIM) not in used, line
-        if names & set(used) and "torch.ops." in line:
-            assert re.search(r"torch\.ops\.pagegraph\.(rope_write_kv|paged_attention)\.cpu", line), line
-        assert not ("copy_" in line and (names & set(used) or symbol in used)), line
-    kernels = [line for line in llama.code.splitlines() if re.match(r"\s+cpp_fused", line)]
-    assert kernels
-    assert not any(names & set(re.findall(r"\w+", line)) for line in kernels)
+        if comment := re.search(r"Original ATen: \[(.*)\]", line):
+            ops = [name for name in comment[1].split(", ") if name.startswith("pagegraph.")]
+        if names & set(re.findall(r"\w+", line)) and not re.search(allowed, line):
+            assert "call_function(" in line, line
+            calls += ops
+    assert calls == ["pagegraph.rope_write_kv", "pagegraph.paged_attention"] * 2
 
 
 @pytest.mark.compile
 @pytest.mark.usefixtures("no_recompile")
-def test_compiled_equals_eager_at_every_step(llama: Compiled) -> None:
-    eager = EagerExecutor(llama.module, make_cache(llama.module, 23))
-    for inputs in STEPS:
-        assert_equal(llama.executor.run(inputs), eager.run(inputs))
-    last = llama.executor.run(STEPS[-1])
+def test_compiled_equals_eager_at_every_step(llama: Case, check_steps: CheckSteps, steps: list[StepInputs]) -> None:
+    check_steps(llama.executor, llama.adapted.eager())
+    last = llama.executor.run(steps[-1])
     assert error(last.logits[0], hugging_face(llama.model, A)[-1]) < 1e-5
     assert llama.executor.num_recompiles == 0
 
@@ -264,18 +213,16 @@ def test_compiled_equals_eager_at_every_step(llama: Compiled) -> None:
 @pytest.mark.compile
 @pytest.mark.usefixtures("no_recompile")
 @pytest.mark.parametrize("num_blocks", [11, 24, 200])
-def test_a_pool_of_another_size_is_the_same_graph(llama: Compiled, num_blocks: int) -> None:
-    compiled = llama.over(make_cache(llama.module, num_blocks))
-    eager = EagerExecutor(llama.module, make_cache(llama.module, num_blocks))
-    for inputs in STEPS:
-        assert_equal(compiled.run(inputs), eager.run(inputs))
+def test_a_pool_of_another_size_is_the_same_graph(llama: Case, num_blocks: int, check_steps: CheckSteps) -> None:
+    compiled = llama.over(num_blocks)
+    check_steps(compiled, llama.adapted.eager(num_blocks))
     assert compiled.num_recompiles == 0
 
 
 @pytest.mark.compile
 @pytest.mark.usefixtures("no_recompile")
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 6, 8, 16, 17, 64])
-def test_any_number_of_tokens(llama: Compiled, length: int) -> None:
+def test_any_number_of_tokens(llama: Case, length: int, fill: Fill) -> None:
     tokens = prompt(length, length)
     outputs = llama.executor.run(fill([(tokens, 0, list(range(3, 20)))]))
     assert error(outputs.logits, hugging_face(llama.model, tokens)) < 1e-5
@@ -285,7 +232,7 @@ def test_any_number_of_tokens(llama: Compiled, length: int) -> None:
 @pytest.mark.compile
 @pytest.mark.usefixtures("no_recompile")
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 22])
-def test_any_number_of_sequences_decoding_and_prefilling(llama: Compiled, rows: int) -> None:
+def test_any_number_of_sequences_decoding_and_prefilling(llama: Case, rows: int, fill: Fill) -> None:
     tokens = [prompt(seed, 3) for seed in range(rows)]
     outputs = llama.executor.run(fill([(ids[:2], 0, [1 + i]) for i, ids in enumerate(tokens)]))
     assert outputs.logits.shape == (2 * rows, 96)
@@ -298,9 +245,9 @@ def test_any_number_of_sequences_decoding_and_prefilling(llama: Compiled, rows: 
 @pytest.mark.compile
 @pytest.mark.usefixtures("no_recompile")
 @pytest.mark.parametrize("max_model_len", [15, 16, 105, 510])
-def test_a_table_as_wide_as_any_max_model_len(llama: Compiled, max_model_len: int) -> None:
+def test_a_table_as_wide_as_any_max_model_len(llama: Case, max_model_len: int, fill: Fill) -> None:
     width = -(-max_model_len // BLOCK_SIZE)
-    compiled = llama.over(make_cache(llama.module, width + 1))
+    compiled = llama.over(width + 1)
     tokens = prompt(7, max_model_len)
     table = list(range(width, 0, -1))
     compiled.run(fill([(tokens[:-1], 0, table)], rows=[0], width=width))
@@ -314,7 +261,7 @@ def test_a_table_as_wide_as_any_max_model_len(llama: Compiled, max_model_len: in
 @pytest.mark.usefixtures("no_recompile")
 @pytest.mark.parametrize(("rows", "masked", "previous"), [(1, 1, 1), (5, 1, 2), (2, 7, 4), (12, 3, 1)])
 def test_any_number_of_sampled_rows_masked_ids_and_previous_tokens(
-    llama: Compiled, rows: int, masked: int, previous: int
+    llama: Case, rows: int, masked: int, previous: int, fill: Fill
 ) -> None:
     indices = [(3 * i) % 4 for i in range(rows)]
     inputs = fill([(C, 0, [4])], rows=indices, masked=masked, previous=tuple(range(previous)))
@@ -329,12 +276,14 @@ def test_any_number_of_sampled_rows_masked_ids_and_previous_tokens(
 
 @pytest.mark.compile
 @pytest.mark.usefixtures("no_recompile")
-def test_a_step_writes_its_own_slots_only(llama: Compiled) -> None:
-    cache = make_cache(llama.module, 12)
+def test_a_step_writes_its_own_slots_only(llama: Case, fill: Fill) -> None:
+    cache = llama.adapted.cache(12)
+    executor = llama.over(12)
+    executor.use(cache)
     for tensor in (*cache.k, *cache.v):
         tensor[1:] = torch.nan
         tensor[0, 1:] = torch.nan
-    outputs = llama.over(cache).run(fill([(A[:7], 0, [6, 4])]))
+    outputs = executor.run(fill([(A[:7], 0, [6, 4])]))
     assert error(outputs.logits, hugging_face(llama.model, A[:7])) < 1e-5
     slots = {30, 31, 32, 33, 34, 20, 21}
     for tensor in (*cache.k, *cache.v):
@@ -345,60 +294,59 @@ def test_a_step_writes_its_own_slots_only(llama: Compiled) -> None:
 
 @pytest.mark.compile
 @pytest.mark.usefixtures("no_recompile")
-def test_models_that_come_and_go_do_not_recompile(llama: Compiled) -> None:
+def test_models_that_come_and_go_do_not_recompile(llama: Case, steps: list[StepInputs]) -> None:
     # transformers keeps a registry of living models, which every forward pass looks into.
     others = []
     for _ in range(3):
         others.append(make(transformers.LlamaConfig(**SIZES)))
-        llama.executor.run(STEPS[0])
+        llama.executor.run(steps[0])
     llama.model.generate(torch.tensor([A]), max_new_tokens=2, do_sample=False)
-    llama.executor.run(STEPS[0])
+    llama.executor.run(steps[0])
     others.clear()
     gc.collect()
-    assert error(llama.executor.run(STEPS[0]).logits, hugging_face(llama.model, A[:1])) < 1e-5
+    assert error(llama.executor.run(steps[0]).logits, hugging_face(llama.model, A[:1])) < 1e-5
 
 
 @pytest.mark.compile
 @pytest.mark.usefixtures("no_recompile")
-def test_settings_and_threads_of_the_process_do_not_recompile(llama: Compiled, request: pytest.FixtureRequest) -> None:
+def test_settings_and_threads_of_the_process_do_not_recompile(
+    llama: Case, steps: list[StepInputs], request: pytest.FixtureRequest
+) -> None:
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(1)
     with torch.inference_mode():
-        llama.executor.run(STEPS[0])
+        llama.executor.run(steps[0])
     with ThreadPoolExecutor(1) as pool:
-        outputs = pool.submit(llama.executor.run, STEPS[0]).result()
+        outputs = pool.submit(llama.executor.run, steps[0]).result()
     assert error(outputs.logits, hugging_face(llama.model, A[:1])) < 1e-5
 
 
 @pytest.mark.compile
-def test_a_reset_of_dynamo_does_not_lose_the_graph(llama: Compiled) -> None:
+def test_a_reset_of_dynamo_does_not_lose_the_graph(llama: Case, steps: list[StepInputs]) -> None:
     before = counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
-    assert error(llama.executor.run(STEPS[0]).logits, hugging_face(llama.model, A[:1])) < 1e-5
+    assert error(llama.executor.run(steps[0]).logits, hugging_face(llama.model, A[:1])) < 1e-5
     assert counters["stats"]["unique_graphs"] == before
     assert llama.executor.num_recompiles == 0
 
 
 @pytest.mark.compile
-def test_another_graph_in_the_process_does_not_recompile_the_first(llama: Compiled) -> None:
-    config = transformers.Gemma2Config(
-        **{**SIZES, "num_hidden_layers": 1}, sliding_window=4, attn_logit_softcapping=5.0
-    )
-    other = make(config)
-    module = adapted(other)
-    cache = make_cache(module, 30)
-    executor = CompiledExecutor(module, cache, CPU, graph_rules(), progress=False)
-    before = counters["stats"]["unique_graphs"]
-    eager = EagerExecutor(module, make_cache(module, 30))
-    eager_llama = EagerExecutor(llama.module, make_cache(llama.module, 23))
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for inputs in STEPS:
-            assert_equal(executor.run(inputs), eager.run(inputs))
-        for inputs in STEPS:
-            assert_equal(llama.executor.run(inputs), eager_llama.run(inputs))
-    assert counters["stats"]["unique_graphs"] == before
-    assert (len(executor.graph.graphs), len(llama.executor.graph.graphs)) == (1, 1)
-    assert executor.graph.graphs[0] is not llama.executor.graph.graphs[0]
+@pytest.mark.usefixtures("no_recompile")
+def test_two_graphs_in_the_process(llama: Case, deep_llama: Case, check_steps: CheckSteps) -> None:
+    for case in (deep_llama, llama, deep_llama):
+        check_steps(case.executor, case.adapted.eager())
+    assert (llama.compiled.num_graphs, deep_llama.compiled.num_graphs) == (1, 1)
+    assert llama.captured.graph is not deep_llama.captured.graph
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("no_recompile")
+def test_equal_layers_are_compiled_once(deep_llama: Case, steps: list[StepInputs], check_steps: CheckSteps) -> None:
+    program = deep_llama.compiled.runner.program
+    assert [call.unit for call in program.calls] == [0, 1, 1, 1, 1, 1, 2]  # the beginning, five layers, the end
+    check_steps(deep_llama.executor, deep_llama.adapted.eager())
+    last = deep_llama.executor.run(steps[-1])
+    assert error(last.logits[0], hugging_face(deep_llama.model, A)[-1]) < 1e-5
 
 
 def test_without_a_compiler_there_is_one_warning_and_the_right_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,14 +366,3 @@ def test_without_a_compiler_there_is_one_warning_and_the_right_tokens(monkeypatc
     for ids, output in zip((A, C), outputs, strict=True):
         expected = model.generate(torch.tensor([ids]), max_new_tokens=6, min_new_tokens=6, do_sample=False)
         assert output.outputs[0].token_ids == expected[0, len(ids) :].tolist()
-
-
-def test_compiled_files_last_unless_the_user_chose_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGEGRAPH_CACHE_DIR", str(tmp_path))
-    for before, after in (
-        (default_cache_dir(), str(tmp_path / "inductor")),
-        (str(tmp_path / "mine"), str(tmp_path / "mine")),
-    ):
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)
-        capture.use_lasting_compiler_cache()
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == after
