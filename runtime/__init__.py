@@ -42,7 +42,7 @@ from runtime.outputs import CompletionOutput, RequestOutput  # noqa: E402
 from runtime.sampling import SamplingParams  # noqa: E402
 from runtime.suggest import reject_unknown  # noqa: E402
 
-__all__ = ["BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams", "compile"]
+__all__ = ["BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams", "compile", "load"]
 
 
 def compile(
@@ -73,6 +73,8 @@ def compile(
     cudagraph_capture_sizes: Sequence[int] | None = None,
     async_scheduling: bool | None = None,
     debug: bool = False,
+    optimize: str = "startup",
+    eager_start: bool = False,
     verify: bool = False,
     progress: bool = True,
     **unknown: Any,
@@ -118,6 +120,10 @@ def compile(
         async_scheduling: launch a decode step before the tokens of the one before it are known, so that the host's work
             on the one falls into the device's on the other. Outputs are equal. None: on a GPU.
         debug: each replay of a graph checks that its inputs lie where they lay when it was captured.
+        optimize: "startup" compiles equal layers once, and calls what it compiled once a layer; "latency" compiles the
+            whole model as one unit, which takes several times as long.
+        eager_start: serve at once, uncompiled, while another process compiles; the compiled graph takes over between
+            two steps. On a CPU, for what is not in the compile cache yet.
         verify: run the acceptance test on a small random copy of the architecture first (chunked prefill and decode,
             mixed with other requests, against Hugging Face eager), and refuse the model if it differs.
         progress: bars on stderr.
@@ -126,6 +132,8 @@ def compile(
     """
     from runtime.config import EngineConfig
     from runtime.engine import Engine
+    from runtime.metrics import PhaseSeconds
+    from runtime.model_loader import load
 
     known = [name for name in inspect.signature(compile).parameters if name not in ("model", "unknown")]
     reject_unknown(unknown, known, "runtime.compile")
@@ -154,5 +162,43 @@ def compile(
         cudagraph_capture_sizes=cudagraph_capture_sizes,
         async_scheduling=async_scheduling,
         debug=debug,
+        optimize=optimize,
+        eager_start=eager_start,
     )
-    return Engine(model, tokenizer, config, verify=verify, progress=progress)
+    seconds = PhaseSeconds()
+    loaded = load(model, tokenizer, config, seconds, verify=verify, progress=progress)
+    return Engine(loaded, config, seconds, progress=progress)
+
+
+def load(
+    path: str | Path,
+    *,
+    model: str | Path | None = None,
+    tokenizer: Any = None,
+    progress: bool = True,
+    **knobs: Any,
+) -> Engine:
+    """Serve an artifact that `Engine.export` has made. Nothing is compiled, and the model's code is not imported.
+
+    An artifact is native code, which this runs: load only what you would run as a program. Every byte is compared with
+    the manifest's hashes first, which finds damage, but not who made it.
+
+    Args:
+        path: the artifact's folder.
+        model: where the weights lie now, if not where they lay: as in `compile`, but for models in memory.
+        tokenizer: as in `compile`; None: the one in the artifact.
+        progress: bars on stderr.
+        knobs: those of `compile` that the graph does not follow from, such as num_blocks, max_model_len or
+            max_num_seqs; those not given are as the exporting engine had them.
+
+    Raises ValueError, naming the field, what was expected and what is here, for an artifact that is damaged, made for
+    another version of torch, another device or instruction set, or for other weights; and for a knob that the compiled
+    graph follows from (dtype, block_size, ...).
+    """
+    from runtime.artifact_loader import load as load_artifact
+    from runtime.config import EngineConfig
+    from runtime.engine import Engine
+
+    reject_unknown(knobs, [*EngineConfig.__dataclass_fields__], "runtime.load")
+    loaded, config, seconds = load_artifact(Path(path), model, tokenizer, knobs, progress=progress)
+    return Engine(loaded, config, seconds, progress=progress)

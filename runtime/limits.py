@@ -8,7 +8,7 @@ import warnings
 from graphs.kv_cache import num_blocks_for_memory
 from graphs.swap_space import num_swap_blocks
 from runtime.config import EngineConfig
-from runtime.model_loader import LoadedModel
+from runtime.loaded_model import ModelFacts
 
 logger = logging.getLogger(__name__)
 
@@ -20,19 +20,19 @@ def pool_is_automatic(config: EngineConfig) -> bool:
     return config.num_blocks is None and config.kv_cache_memory_bytes is None
 
 
-def size_pool(loaded: LoadedModel, config: EngineConfig, needed: int = 0) -> tuple[int, int]:
+def size_pool(facts: ModelFacts, config: EngineConfig, needed: int = 0) -> tuple[int, int]:
     """Decide (num_blocks, max_model_len); says so where a limit is not the one asked for.
 
     needed: bytes of a GPU's memory that steps and graphs are going to take beside weights and caches.
     """
-    plan = loaded.adaptation.report.plan
-    wanted = config.max_model_len or loaded.max_positions
+    plan = facts.report.plan
+    wanted = config.max_model_len or facts.max_positions
     if config.num_blocks is not None:
         if config.kv_cache_memory_bytes is not None:
             warnings.warn("kv_cache_memory_bytes is ignored: num_blocks was given", stacklevel=5)
         num_blocks = config.num_blocks
     elif config.kv_cache_memory_bytes is not None:
-        bytes_per_block = plan.bytes_per_token(loaded.dtype.itemsize) * config.block_size
+        bytes_per_block = plan.bytes_per_token(facts.dtype.itemsize) * config.block_size
         num_blocks = config.kv_cache_memory_bytes // bytes_per_block
         if num_blocks < 2:
             raise ValueError(
@@ -43,25 +43,25 @@ def size_pool(loaded: LoadedModel, config: EngineConfig, needed: int = 0) -> tup
         num_blocks = num_blocks_for_memory(
             plan,
             block_size=config.block_size,
-            dtype=loaded.dtype,
-            device=loaded.device,
+            dtype=facts.dtype,
+            device=facts.device,
             utilization=config.gpu_memory_utilization,
-            weight_bytes=loaded.weight_bytes,
+            weight_bytes=facts.weight_bytes,
             needed=needed,
             max_tokens=config.max_num_seqs * wanted,
         )
-    return num_blocks, _model_len(config, loaded, (num_blocks - 1) * config.block_size)
+    return num_blocks, _model_len(config, facts, (num_blocks - 1) * config.block_size)
 
 
-def _model_len(config: EngineConfig, loaded: LoadedModel, pool_tokens: int) -> int:
-    max_positions = loaded.max_positions
+def _model_len(config: EngineConfig, facts: ModelFacts, pool_tokens: int) -> int:
+    max_positions = facts.max_positions
     if config.max_model_len is None:
         if pool_tokens < max_positions:
             logger.info("max_model_len is %d, what the KV cache holds; the model allows %d", pool_tokens, max_positions)
         if (length := min(max_positions, pool_tokens)) < 2:
             raise ValueError(f"a pool of {pool_tokens} tokens is too small for a prompt and output: raise num_blocks")
         return length
-    if config.max_model_len > max_positions and loaded.has_position_table:
+    if config.max_model_len > max_positions and facts.has_position_table:
         raise ValueError(
             f"max_model_len={config.max_model_len} is beyond the model's table of {max_positions} learned positions: "
             f"at most {max_positions} is supported"
@@ -80,16 +80,16 @@ def _model_len(config: EngineConfig, loaded: LoadedModel, pool_tokens: int) -> i
     return config.max_model_len
 
 
-def size_swap_space(loaded: LoadedModel, config: EngineConfig, num_blocks: int, max_model_len: int) -> int:
+def size_swap_space(facts: ModelFacts, config: EngineConfig, num_blocks: int, max_model_len: int) -> int:
     """Decide how many blocks the host may hold: swap_space, what is free, and what max_num_seqs requests can fill.
 
     num_blocks: of the KV cache. Warns if there is no room for preemption="swap".
     """
     if config.preemption == "recompute":
         return 0
-    bytes_per_block = loaded.adaptation.report.plan.bytes_per_token(loaded.dtype.itemsize) * config.block_size
+    bytes_per_block = facts.report.plan.bytes_per_token(facts.dtype.itemsize) * config.block_size
     requested = int(config.swap_space * 2**30)
-    blocks = num_swap_blocks(requested, bytes_per_block, loaded.device, num_blocks * bytes_per_block)
+    blocks = num_swap_blocks(requested, bytes_per_block, facts.device, num_blocks * bytes_per_block)
     if config.preemption == "swap" and blocks == 0:
         warnings.warn(
             f"preemption='swap' is ignored: swap_space={config.swap_space} GiB and the host's free memory leave no "

@@ -54,7 +54,7 @@ def draw(report: MemoryReport, path: str | Path) -> None:
 def _headline(report: MemoryReport) -> str:
     owners = {"weights": report.weights, "activations (estimate)": report.activations, "graphs": report.graphs}
     owners |= {"pool": report.pool.nbytes, "swap": report.swap}
-    return ",  ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in owners.items() if nbytes)
+    return ",  ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in owners.items() if nbytes != 0)
 
 
 def _owners(sequences: Sequence[RequestMemory], colours: Sequence[str]) -> Owners:

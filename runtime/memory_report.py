@@ -93,14 +93,15 @@ class MemoryReport:
 
     Bytes by owner: `weights` (parameters, each once), `activations` (an estimate: the most intermediate tensors that an
     uncompiled step of `max_num_batched_tokens` tokens and `max_num_seqs` sequences has at once, without what kernels
-    allocate inside), `graphs` (what CUDA graphs hold), `pool.nbytes` (the KV cache). Apart from these `swap`:
-    `num_swap_blocks` blocks of host memory for preempted requests, taken when the first one is swapped out.
+    allocate inside; None where there is no uncompiled model to run, as in an artifact, and then no total has them),
+    `graphs` (what CUDA graphs hold), `pool.nbytes` (the KV cache). Apart from these `swap`: `num_swap_blocks` blocks of
+    host memory for preempted requests, taken when the first one is swapped out.
 
     `resumed` are the look-ups of preempted requests, which find their own blocks again: they say nothing about sharing.
     """
 
     weights: int
-    activations: int
+    activations: int | None
     pool: PoolMemory
     requests: tuple[RequestMemory, ...]
     prefix_cache: HitRate
@@ -115,13 +116,14 @@ class MemoryReport:
     def __str__(self) -> str:
         blocks = f"{self.pool.num_blocks} blocks of {self.pool.block_size} tokens, "
         step = f"estimate: a step of {self.max_num_batched_tokens} tokens, {self.max_num_seqs} sequences, uncompiled"
-        owners = [
+        unknown = "an artifact holds no model to estimate them with; not in the total"
+        owners: list[tuple[str, int | None, str]] = [
             ("weights", self.weights, ""),
-            ("activations", self.activations, step),
+            ("activations", self.activations, unknown if self.activations is None else step),
             ("graphs", self.graphs, ""),
             ("pool", self.pool.nbytes, blocks + format_bytes(self.pool.bytes_per_block) + " each"),
         ]
-        owners.append(("total", sum(nbytes for _, nbytes, _ in owners), ""))
+        owners.append(("total", sum(nbytes or 0 for _, nbytes, _ in owners), ""))
         if self.swap:
             used = f"{self.num_swap_blocks_used} of {self.num_swap_blocks} blocks used"
             owners.append(("swap", self.swap, f"on the host, taken when first used: {used}"))
@@ -158,7 +160,7 @@ def take_report(
     requests: Iterable[Request],
     *,
     weights: int,
-    activations: int,
+    activations: int | None,
     bytes_per_block: int,
     graphs: int = 0,
 ) -> MemoryReport:
@@ -244,8 +246,10 @@ def _pool_memory(manager: KVCacheManager, requests: Sequence[RequestMemory], byt
     )
 
 
-def format_bytes(nbytes: int) -> str:
-    """Bytes in the largest binary unit that leaves at least 1."""
+def format_bytes(nbytes: int | None) -> str:
+    """Bytes in the largest binary unit that leaves at least 1; None is unknown."""
+    if nbytes is None:
+        return "unknown"
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

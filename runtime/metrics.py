@@ -69,7 +69,8 @@ class EngineStats:
 class PhaseSeconds:
     """Where the time of an engine went, in seconds: before the first step, and in its steps.
 
-    A step with any prompt tokens counts as prefill, others as decode.
+    A step with any prompt tokens counts as prefill, others as decode. `eager` is how long steps ran uncompiled, beside
+    a background compilation, until its graph took over: no phase of its own.
     """
 
     fetch: float = 0.0
@@ -78,3 +79,4 @@ class PhaseSeconds:
     capture: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
+    eager: float = 0.0

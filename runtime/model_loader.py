@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -15,43 +16,72 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from graphs.acceptance import TOLERANCE, acceptance_error
+from graphs.background_compile import Job
+from graphs.compiled_graph import CompiledGraph
 from graphs.kv_cache import usable_memory
 from models import skeleton
-from models.adapted import Adaptation, adapt
+from models.adapted import Adaptation, AdaptedModel, adapt, named_tensors
 from models.checkpoint import Checkpoint, resolve
 from models.probe import max_positions
 from models.report import UnsupportedModelError, Verdict
 from models.weights import load_weights
 from ops.memory import huge_page_bytes
 from runtime.config import EngineConfig
+from runtime.loaded_model import ModelFacts
 from runtime.metrics import PhaseSeconds
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class LoadedModel:
-    """An adapted model with weights, and what the engine has to know beside it."""
+class AdaptedLoad:
+    """A model that was adapted in this process; see LoadedModel.
 
+    shared: whether some parameters are those of a module in the user's hands. skeleton: the model before it was
+    adapted, without weights, pickled, and `cast` what its weights were cast to; for a compilation in another process.
+    """
+
+    facts: ModelFacts
     adaptation: Adaptation
-    dtype: torch.dtype
-    device: torch.device
-    tokenizer: Any
-    eos_token_ids: frozenset[int]
-    vocab_size: int
-    max_positions: int
-    has_position_table: bool  # whether positions are learned: beyond max_positions there is nothing to look up
-    weight_bytes: int
-    shared: bool  # whether some parameters are those of a module in the user's hands
+    shared: bool
+    source: Checkpoint | None
+    skeleton: bytes | None
+    cast: torch.dtype | None = None
+    graph: CompiledGraph | None = None
+
+    @property
+    def module(self) -> AdaptedModel:
+        """See LoadedModel."""
+        return self.adaptation.module
+
+    def background_job(self, config: EngineConfig, key: str | None) -> Job | None:
+        """See LoadedModel."""
+        if self.skeleton is None or key is None:
+            return None
+        return Job(
+            skeleton=self.skeleton,
+            dtype=self.cast,
+            key=key,
+            device=self.facts.device,
+            providers=config.providers,
+            rules=config.rules,
+            block_size=config.block_size,
+            optimize=config.optimize,
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See LoadedModel."""
+        return dict(named_tensors(self.module))
 
     def reload(self, source: Checkpoint | Mapping[str, Tensor], *, progress: bool) -> None:
-        """Replace all weights, in place; a user's module keeps its own. Raises ValueError before anything changed."""
+        """See LoadedModel. A user's module keeps its own weights."""
         if self.shared:
             old = self.adaptation.module.state_dict()
-            self.adaptation.materialise(self.device, own=True)
+            self.adaptation.materialise(self.facts.device, own=True)
             self.adaptation.module.load_state_dict(old)
             self.shared = False
         load_weights(source, self.adaptation.source, self.adaptation.destinations(), progress=progress)
+        self.source = source if isinstance(source, Checkpoint) else None
 
 
 def load(
@@ -62,7 +92,7 @@ def load(
     *,
     verify: bool,
     progress: bool,
-) -> LoadedModel:
+) -> AdaptedLoad:
     """Fetch, adapt and load. Times go into `seconds`; raises ValueError for what cannot be served."""
     if isinstance(model, PreTrainedModel):
         return _share(model, tokenizer, config, seconds, verify=verify)
@@ -73,38 +103,58 @@ def load(
     logger.info("fetch: %s in %.1f s", checkpoint.folder, seconds.fetch)
     start = time.perf_counter()
     dtype = config.resolve_dtype(checkpoint.dtype, device, checkpoint.nbytes, usable_memory(device))
-    adaptation = adapt(skeleton.build(checkpoint.config, dtype), device, config.providers, rules=config.rules)
+    built = skeleton.build(checkpoint.config, dtype)
+    pickled = _pickled(built, config, device)
+    adaptation = adapt(built, device, config.providers, rules=config.rules)
     _judge(adaptation, verify=verify)
     adaptation.materialise(device, own=False)
     load_weights(checkpoint, adaptation.source, adaptation.destinations(), progress=progress)
     tokenizer = checkpoint.load_tokenizer() if tokenizer is None else tokenizer
     generation = checkpoint.generation_config or adaptation.source.generation_config
-    loaded = _describe(adaptation, dtype, device, tokenizer, generation, shared=False)
+    facts = _describe(adaptation, dtype, device, tokenizer, generation)
     seconds.load = time.perf_counter() - start
-    logger.info("load: %.0f MiB as %s in %.1f s", loaded.weight_bytes / 2**20, _name(dtype), seconds.load)
+    logger.info("load: %.0f MiB as %s in %.1f s", facts.weight_bytes / 2**20, _name(dtype), seconds.load)
     huge = huge_page_bytes(list(adaptation.module.parameters()))
     if device.type == "cpu" and huge is not None:
-        logger.info("load: %.0f MiB of them on huge pages", min(huge, loaded.weight_bytes) / 2**20)
+        logger.info("load: %.0f MiB of them on huge pages", min(huge, facts.weight_bytes) / 2**20)
     if dtype != checkpoint.dtype and config.dtype == "auto":
         logger.info("this CPU has no %s instructions: running in %s", _name(checkpoint.dtype), _name(dtype))
-    return loaded
+    return AdaptedLoad(facts, adaptation, False, checkpoint, pickled)
 
 
 def _share(
     model: PreTrainedModel, tokenizer: Any, config: EngineConfig, seconds: PhaseSeconds, *, verify: bool
-) -> LoadedModel:
+) -> AdaptedLoad:
     """Adapt a copy of a module in memory that shares its parameters, but for those that a rule merged."""
     start = time.perf_counter()
     device = model.device if config.device == "auto" else config.resolve_device()
     dtype = model.dtype if config.dtype == "auto" else config.resolve_dtype(model.dtype, device, 0, 0)
+    pickled = _pickled(model, config, device)
     adaptation = adapt(skeleton.share(model), device, config.providers, dtype, config.rules)
     _judge(adaptation, verify=verify)
     shared = device == model.device and dtype == model.dtype
     adaptation.materialise(device, own=not shared, dtype=dtype)
     adaptation.copy_from(model.state_dict())
-    loaded = _describe(adaptation, dtype, device, tokenizer, model.generation_config, shared=shared)
+    facts = _describe(adaptation, dtype, device, tokenizer, model.generation_config)
     seconds.load = time.perf_counter() - start
-    return loaded
+    return AdaptedLoad(facts, adaptation, shared, None, pickled, None if shared else dtype)
+
+
+def _pickled(model: PreTrainedModel, config: EngineConfig, device: torch.device) -> bytes | None:
+    """The model without weights, if a background compilation may want it; None too if it cannot be pickled."""
+    if not config.eager_start:
+        return None
+    if not config.starts_eagerly(device):
+        why = (
+            "backend='eager' compiles nothing" if config.backend == "eager" else f"on {device.type} steps are captured"
+        )
+        warnings.warn(f"eager_start is ignored: {why}", stacklevel=6)
+        return None
+    try:
+        return pickle.dumps(skeleton.without_weights(model))
+    except Exception as error:  # a class that no other process can import, a lock, a lambda: whatever it holds
+        warnings.warn(f"eager_start is ignored: the model cannot be handed to another process ({error})", stacklevel=6)
+        return None
 
 
 def _judge(adaptation: Adaptation, *, verify: bool) -> None:
@@ -132,15 +182,15 @@ def _judge(adaptation: Adaptation, *, verify: bool) -> None:
 
 
 def _describe(
-    adaptation: Adaptation, dtype: torch.dtype, device: torch.device, tokenizer: Any, generation: Any, *, shared: bool
-) -> LoadedModel:
+    adaptation: Adaptation, dtype: torch.dtype, device: torch.device, tokenizer: Any, generation: Any
+) -> ModelFacts:
     config = adaptation.source.config.get_text_config()
     eos = getattr(generation, "eos_token_id", None)
     eos = getattr(config, "eos_token_id", None) if eos is None else eos
     eos = getattr(tokenizer, "eos_token_id", None) if eos is None else eos
     eos_ids = eos if isinstance(eos, Iterable) else () if eos is None else (eos,)
-    return LoadedModel(
-        adaptation=adaptation,
+    return ModelFacts(
+        report=adaptation.report,
         dtype=dtype,
         device=device,
         tokenizer=tokenizer,
@@ -150,7 +200,6 @@ def _describe(
         max_positions=max_positions(config),
         has_position_table=_has_position_table(adaptation.source, max_positions(config)),
         weight_bytes=sum(parameter.nbytes for parameter in adaptation.module.parameters()),
-        shared=shared,
     )
 
 

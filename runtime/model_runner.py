@@ -5,30 +5,35 @@ from __future__ import annotations
 import functools
 import logging
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from graphs.background_compile import BackgroundCompile
 from graphs.buckets import Buckets, choose_sizes
+from graphs.compiled_graph import Compiled, compiler_missing
 from graphs.cuda_graph import CudaGraphs, RecordedGraphs
-from graphs.executor import EagerExecutor, Executor, make_executor
+from graphs.executor import CompiledExecutor, EagerExecutor, Executor
 from graphs.graph_executor import GraphExecutor, graph_sizes
 from graphs.inputs import InputArena, StepSizes, nbytes
 from graphs.kv_cache import KVCache
-from graphs.rules import GRAPH_RULES
 from graphs.self_check import SelfCheck, self_check
 from graphs.swap_space import SwapSpace
 from runtime.batch import InputFiller
 from runtime.beam_search import Candidates
 from runtime.config import EngineConfig
+from runtime.loaded_model import LoadedModel
 from runtime.memory.kv_cache_manager import KVCacheManager
 from runtime.metrics import PhaseSeconds, StepSeconds
-from runtime.model_loader import LoadedModel
 from runtime.schedule import Schedule, ScheduledRow
+
+if TYPE_CHECKING:  # with transformers
+    from models.adapted import AdaptedModel
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +93,10 @@ class ModelRunner:
         self, loaded: LoadedModel, config: EngineConfig, seconds: PhaseSeconds, *, progress: bool = True
     ) -> None:
         self._loaded, self._config, self._seconds, self._progress = loaded, config, seconds, progress
-        self._device = loaded.device
+        self._device = loaded.facts.device
+        self._background: BackgroundCompile | None = None
+        self._keeps = False
+        self.compiled: Compiled | None = None  # what runs, or is captured
         self.executor: Executor
         self.cache: KVCache
         self.swap_space: SwapSpace
@@ -97,13 +105,39 @@ class ModelRunner:
     @_on_device
     def _compile(self) -> None:
         start = time.perf_counter()
-        config, adaptation = self._config, self._loaded.adaptation
-        rules = [make(adaptation.report.providers) for name, make in GRAPH_RULES.items() if config.applies(name)]
-        self.executor = make_executor(
-            adaptation.module, self._make_cache(2), self._device, config.backend, rules, progress=self._progress
-        )
-        adaptation.report.outcomes += self.executor.outcomes
+        self.cache = self._make_cache(2)
+        if (graph := self._loaded.graph) is not None:
+            self.compiled = Compiled(graph.runner(self._loaded.tensors(), self._device), graph.outcomes, graph)
+            self.executor = CompiledExecutor(self.compiled, self.cache, self._loaded.tensors)
+        elif self._config.backend == "eager":
+            self.executor = EagerExecutor(self._loaded.module, self.cache)
+        else:
+            self.executor = self._make_compiled()
         self._seconds.compile = time.perf_counter() - start
+
+    def _make_compiled(self) -> Executor:
+        """The executor of the compiled graph, or one that serves until there is a graph, or for want of a compiler."""
+        from graphs.compile import Source, compile_graph, find_compiled  # these import transformers
+        from graphs.rules import GRAPH_RULES
+
+        loaded, config = self._loaded, self._config
+        report = loaded.facts.report
+        rules = [make(report.providers) for name, make in GRAPH_RULES.items() if config.applies(name)]
+        source = Source(loaded.module, report, self.cache, self._device, rules, config.optimize)
+        if (compiled := find_compiled(source)) is not None:
+            return self._compiled_executor(compiled)
+        if (missing := compiler_missing(self._device)) is not None:
+            warnings.warn(f"{missing} is not on this machine: running uncompiled (backend='eager')", stacklevel=6)
+            return EagerExecutor(loaded.module, self.cache)
+        if (job := loaded.background_job(config, source.key)) is not None:
+            self._background, self._find_compiled = BackgroundCompile(job), lambda: find_compiled(source, job.key)
+            return EagerExecutor(loaded.module, self.cache)
+        return self._compiled_executor(compile_graph(source, progress=self._progress))
+
+    def _compiled_executor(self, compiled: Compiled) -> Executor:
+        self.compiled = compiled
+        self._loaded.facts.report.outcomes += compiled.outcomes
+        return CompiledExecutor(compiled, self.cache, self._loaded.tensors)
 
     @_on_device
     def measure(self, max_num_batched_tokens: int, max_model_len: int) -> int:
@@ -129,7 +163,7 @@ class ModelRunner:
     @_on_device
     def attach(self, manager: KVCacheManager, max_model_len: int) -> None:
         """Take the memory of the caches and serve over the blocks of `manager`; capture decode steps if configured."""
-        config, choices = self._config, self._loaded.adaptation.report.providers
+        config, choices = self._config, self._loaded.facts.report.providers
         self._manager, self._max_model_len = manager, max_model_len
         num_blocks = manager.num_usable_blocks + 1
         self.cache = self._make_cache(num_blocks)
@@ -146,6 +180,44 @@ class ModelRunner:
         # Two, for two steps may be in flight.
         pinned = self._device.type == "cuda"
         self._host_tokens = [torch.empty(len(self._arena.previous), dtype=torch.int64, pin_memory=pinned) for _ in "ab"]
+
+    def wait_for_compiler(self) -> None:
+        """Wait until a background compilation, if there is one, has ended."""
+        if self._background is not None:
+            self._background.wait()
+
+    def keep_compiling(self) -> bool:
+        """Have `stop_compiling` leave a background compilation at work; whether there is one."""
+        self._keeps = True
+        return self._background is not None and self._background.is_running
+
+    def take_compiled(self) -> bool:
+        """Run the compiled graph from now on, if a background compilation has made it; whether it has just now.
+
+        If it failed, a warning says why, and steps stay uncompiled. No step may be in flight.
+        """
+        if self._background is None or self._background.is_running:
+            return False
+        background, problem = self._background, self._background.problem
+        try:
+            compiled = self._find_compiled()
+        except Exception as error:  # no room to unpack it, a library that is missing: steps can go on as they are
+            compiled, problem = None, problem or f"the compiled graph cannot be loaded: {error}"
+        if compiled is not None:
+            self.executor = self._compiled_executor(compiled)
+            self._seconds.eager = time.perf_counter() - background.started
+            logger.info("compile: done in the background after %.1f s", self._seconds.eager)
+        else:
+            logger.warning("steps stay uncompiled: %s", problem or "the compiled graph is not in the cache any more")
+        background.stop()  # it has ended
+        self._background = None
+        return compiled is not None
+
+    def stop_compiling(self) -> None:
+        """End a background compilation, unless it was to be kept."""
+        if self._background is not None and not self._keeps:
+            self._background.stop()
+            self._background = None
 
     @property
     def graphs(self) -> GraphExecutor | None:
@@ -167,14 +239,14 @@ class ModelRunner:
         self.executor.rebind()
 
     @_on_device
-    def self_check(self) -> list[SelfCheck]:
-        """Compare the executor's decode steps with those of the uncompiled module; see graphs/self_check.py.
+    def self_check(self, module: AdaptedModel) -> list[SelfCheck]:
+        """Compare the executor's decode steps with those of the uncompiled `module`; see graphs/self_check.py.
 
         No step may be in flight, and no block in use or cached: they are overwritten.
         """
         self._filler.forget()
-        eager = EagerExecutor(self._loaded.adaptation.module, self.cache)
-        return self_check(self.executor, eager, self.cache, self._arena, self._max_model_len, self._loaded.vocab_size)
+        eager, facts = EagerExecutor(module, self.cache), self._loaded.facts
+        return self_check(self.executor, eager, self.cache, self._arena, self._max_model_len, facts.vocab_size)
 
     @_on_device
     def copy_rate(self) -> float:
@@ -251,9 +323,9 @@ class ModelRunner:
         return GraphExecutor(self.executor, arena, buckets, sizes.table_width, maker, debug=self._config.debug)
 
     def _make_cache(self, num_blocks: int) -> KVCache:
-        report, size = self._loaded.adaptation.report, self._config.block_size
-        choice = report.providers["copy_blocks"]
-        return KVCache(report.plan, num_blocks, size, self._loaded.dtype, self._device, choice)
+        facts, size = self._loaded.facts, self._config.block_size
+        choice = facts.report.providers["copy_blocks"]
+        return KVCache(facts.report.plan, num_blocks, size, facts.dtype, self._device, choice)
 
     def _token_places(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.int64, device=self._device)

@@ -38,6 +38,7 @@ class Pipeline:
         self.scheduler, self.runner, self.runs_ahead = scheduler, runner, runs_ahead
         self.step_seconds = StepSeconds()
         self.num_steps = self.num_steps_ahead = self.num_prompt_tokens = self.num_output_tokens = 0
+        self.switched_at_step: int | None = None  # steps that ran before a background compilation's graph took over
         self.news: dict[str, None] = {}  # kept until the caller has taken it: an interruption must not lose any
         self._preemption = preemption
         self._in_flight: deque[StepInFlight] = deque()
@@ -50,6 +51,7 @@ class Pipeline:
         A failure ends the step's requests, and no more.
         """
         if not self._in_flight:
+            self.take_compiled()
             self.runner.capture_missing()
             self._launch_next()
         if not self._in_flight:
@@ -59,6 +61,11 @@ class Pipeline:
         num_prompt_tokens = self._in_flight[0].schedule.num_prompt_tokens
         self._take()
         return num_prompt_tokens
+
+    def take_compiled(self) -> None:
+        """Run the compiled graph from now on, if a background compilation has made it. No step may be in flight."""
+        if self.runner.take_compiled():
+            self.switched_at_step = self.num_steps
 
     def drop(self) -> None:
         """Forget the steps in flight: requests and blocks may then be changed from outside.

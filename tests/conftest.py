@@ -2,11 +2,15 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, whose own functions look for it then
@@ -26,6 +30,8 @@ from transformers import (
 )
 
 import runtime
+from graphs.compiled_graph import unit_file
+from graphs.program import Unit
 from runtime import RequestOutput
 from runtime.engine import Engine
 
@@ -170,6 +176,27 @@ def make_engine() -> Iterator[Callable[..., Engine]]:
     for engine in engines:
         engine.check_integrity()
         engine.close()
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[fx.GraphModule]:
+    """Have units run as they were traced, without inductor, and start with no graphs in the cache. The units so far."""
+    units: list[fx.GraphModule] = []
+
+    def keep(made: Sequence[fx.GraphModule], folder: Path, *others: object) -> None:
+        for index, unit in enumerate(made):
+            unit_file(folder, index).write_text(str(len(units)))
+            units.append(unit)
+
+    def load(file: Path, device: torch.device) -> Unit:
+        unit = units[int(file.read_text())]
+        return lambda tensors: unit(*tensors)
+
+    as_traced = nullcontext(SimpleNamespace(compile=keep))
+    monkeypatch.setattr("graphs.compiler.UnitCompiler", lambda *args, **knobs: as_traced)
+    monkeypatch.setattr("graphs.compiled_graph.load_unit", load)
+    monkeypatch.setattr("graphs.compile_cache.graphs_folder", lambda: tmp_path / "graphs")
+    return units
 
 
 @pytest.fixture(scope="session")

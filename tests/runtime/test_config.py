@@ -159,10 +159,8 @@ def swap_blocks(monkeypatch: pytest.MonkeyPatch, free: int, max_model_len: int =
     """What size_swap_space gives for a model of 1 MiB a block on a CPU, beside a KV cache of 100 blocks."""
     monkeypatch.setattr(swap_space, "free_host_memory", lambda: free)
     plan = SimpleNamespace(bytes_per_token=lambda element_size: element_size << 14)
-    loaded: Any = SimpleNamespace(
-        adaptation=SimpleNamespace(report=SimpleNamespace(plan=plan)), dtype=torch.float32, device=CPU
-    )
-    return size_swap_space(loaded, EngineConfig(**knobs), 100, max_model_len)
+    facts: Any = SimpleNamespace(report=SimpleNamespace(plan=plan), dtype=torch.float32, device=CPU)
+    return size_swap_space(facts, EngineConfig(**knobs), 100, max_model_len)
 
 
 def test_the_swap_space_is_what_was_asked_for_what_is_free_or_what_could_be_filled(

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, asdict
+from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -237,6 +237,16 @@ def test_the_page_can_be_read(shared: Engine) -> None:
     assert "  b  running  10 tokens  logical 0..2 -> physical 1+* 2+* 4  fill 4/4 4/4 1/4" in lines
     assert lines[-1].startswith("  c  running")
     assert page.endswith("\n")
+
+
+def test_activations_may_be_unknown(tmp_path: Path) -> None:
+    report = replace(report_of(make_scheduler(9)), activations=None)
+    lines = [" ".join(line.split()) for line in str(report).splitlines()]
+    assert "activations unknown an artifact holds no model to estimate them with; not in the total" in lines
+    assert "total 9.0 KiB" in lines
+    draw(report, path := tmp_path / "unknown.svg")
+    assert "activations (estimate) unknown" in path.read_text()
+    assert asdict(report)["activations"] is None
 
 
 def test_a_long_page_is_abbreviated() -> None:
