@@ -56,7 +56,7 @@ from bench.roofline import CopyBandwidth
 from bench.rounds import alternate, machine, ratio
 from bench.sections import Note, work
 from bench.step_time import GRAPH, decode_times, executors, greedy_arguments
-from graphs.capture import compiler_missing
+from graphs.compiled_graph import compiler_missing
 from graphs.cuda_graph import CudaGraphs, RecordedGraphs
 from ops.providers import REGISTRY, choose, select
 from ops.schema import SCHEMAS, overload

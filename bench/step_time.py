@@ -43,7 +43,7 @@ class Turn(NamedTuple):
 def executors(engine: Engine) -> dict[str, Executor]:
     """The executors that can run the engine's steps, by EAGER, COMPILED and GRAPH; those that it has."""
     runner = engine.runner
-    found: dict[str, Executor] = {EAGER: EagerExecutor(runner._loaded.adaptation.module, runner.cache)}
+    found: dict[str, Executor] = {EAGER: EagerExecutor(runner._loaded.module, runner.cache)}
     executor = runner.executor
     inner = executor.inner if isinstance(executor, GraphExecutor) else executor
     if isinstance(inner, CompiledExecutor):
