@@ -6,10 +6,8 @@ dynamic, and sizes of 1 are no special case.
 
 from __future__ import annotations
 
-import gc
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -76,7 +74,7 @@ def capture(module: AdaptedModel, cache: KVCache, device: torch.device, rules: S
     settings = torch._dynamo.config.patch(
         specialize_float=True, automatic_dynamic_shapes=False, automatic_dynamic_local_pgo=False
     )
-    with settings, _no_collection():
+    with settings:
         found = traced(inputs, cache.k, cache.v)
     return tracer.describe([*inputs, *cache.k, *cache.v], dict(named_tensors(module)), found)
 
@@ -173,18 +171,6 @@ def example_inputs(device: torch.device) -> StepInputs:
                 mark_unbacked(tensor, index, shape_id=dim)
         tensors.append(tensor)
     return StepInputs(*tensors)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python from looking for garbage among the millions of objects that tracing makes, and keeps."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _own_function(module: AdaptedModel) -> Callable[..., StepOutputs]:

@@ -39,6 +39,10 @@ _OPTIONS = {
 }
 
 
+# What calls a unit's kernels: quicker to compile by 2 s, and slower by some percent of a step if all units had it.
+_SELDOM_CALLED = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+
+
 class AheadOfTimeError(RuntimeError):
     """Inductor cannot compile something ahead of time. The message has its reason."""
 
@@ -91,8 +95,10 @@ class UnitCompiler:
         self._exit.close()
 
     @torch.no_grad()
-    def compile(self, units: Sequence[fx.GraphModule], folder: Path, tell: Callable[[str], None]) -> None:
-        """Compile each unit to `unit_file(folder, its index)`.
+    def compile(
+        self, units: Sequence[fx.GraphModule], calls: Sequence[int], folder: Path, tell: Callable[[str], None]
+    ) -> None:
+        """Compile each unit to `unit_file(folder, its index)`. calls: how often each is called in a step.
 
         On a CPU inductor makes the code of one unit while the C++ compiler is at work on those before, on all cores.
         `tell` is given what is being done.
@@ -107,9 +113,10 @@ class UnitCompiler:
         for index, unit in enumerate(units):
             tell(f"inductor, unit {index + 1} of {len(units)}, {len(unit.graph.nodes)} nodes")
             builds = _Builds(self._pool, self._header)
+            options = {**self._options, **(_SELDOM_CALLED if len(units) > 1 and calls[index] == 1 else {})}
             with builds.deferred() if self._device.type == "cpu" else nullcontext():
                 try:
-                    packages.append((aot_compile(unit, _examples(unit), options=self._options), builds))
+                    packages.append((aot_compile(unit, _examples(unit), options=options), builds))
                 except Exception as error:  # inductor has no class of its own for what it does not know
                     raise AheadOfTimeError(f"inductor cannot compile it ahead of time: {error}") from error
         for index, (files, builds) in enumerate(packages):

@@ -13,8 +13,8 @@ from graphs.kv_cache import KVCache
 from models.report import RuleOutcome
 from models.step_inputs import StepInputs, StepOutputs
 
-if TYPE_CHECKING:  # both import transformers
-    from graphs.compile import Compiled
+if TYPE_CHECKING:  # the latter imports transformers
+    from graphs.compiled_graph import Compiled
     from models.adapted import AdaptedModel
 
 

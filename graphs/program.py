@@ -49,6 +49,12 @@ class Program:
         """Units that are called, each perhaps many times."""
         return 1 + max(call.unit for call in self.calls)
 
+    @property
+    def num_calls(self) -> list[int]:
+        """How often each unit is called."""
+        called = [call.unit for call in self.calls]
+        return [called.count(unit) for unit in range(self.num_units)]
+
     def to_json(self) -> dict[str, Any]:
         """Plain lists and numbers."""
         return asdict(self)

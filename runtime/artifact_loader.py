@@ -58,7 +58,9 @@ def load(
     graph_knobs = {name: value for name, value in artifact.graph_knobs.items() if name != "rules"}
     # Of a GPU's artifact "auto": where there is none, `check` says so.
     device_knob = {"device": "cpu"} if artifact.requires["device"]["type"] == "cpu" else {}
-    config = EngineConfig(**{**artifact.knobs, **graph_knobs, **device_knob, **knobs})
+    sized = {"num_blocks", "kv_cache_memory_bytes"} & knobs.keys()  # either one says how large the pool is
+    others = {name: value for name, value in artifact.knobs.items() if name != "num_blocks" or not sized}
+    config = EngineConfig(**{**others, **graph_knobs, **device_knob, **knobs})
     device = config.resolve_device()
     artifact.check(path, device)
     with ThreadPoolExecutor(1) as pool:

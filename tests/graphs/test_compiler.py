@@ -59,7 +59,7 @@ def unit(function: Callable[[torch.Tensor], torch.Tensor]) -> fx.GraphModule:
 
 def compile_one(folder: Path, made: fx.GraphModule) -> None:
     with UnitCompiler(CPU, many_units=False) as compiler:
-        compiler.compile([made], folder, lambda text: None)
+        compiler.compile([made], [1], folder, lambda text: None)
 
 
 @pytest.mark.compile

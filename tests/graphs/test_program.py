@@ -83,3 +83,8 @@ def test_nothing_of_a_step_stays_alive_longer_than_needed() -> None:
     assert len(alive) == len(out)
     del out
     assert alive == []
+
+
+def test_calls_are_counted_by_unit() -> None:
+    calls = tuple(Call(unit, (), (), ()) for unit in (0, 1, 1, 2, 1))
+    assert Program(2, (), 0, calls, ()).num_calls == [1, 3, 1]

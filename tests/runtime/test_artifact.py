@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -280,6 +281,23 @@ def test_pool_and_lengths_may_change(num_blocks: int, max_model_len: int, made: 
         assert (engine.config.block_size, engine.config.max_num_seqs, engine.max_num_batched_tokens) == (4, 9, 40)
         with pytest.raises(ValueError, match="max_model_len"):
             engine.add_request([1] * max_model_len)
+
+
+@pytest.mark.compile
+def test_a_pool_in_bytes_takes_the_place_of_one_in_blocks(made: Callable[[str], Made]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with load(made("llama").plain, kv_cache_memory_bytes=1 << 20) as engine:
+            pool = engine.memory_report().pool
+    assert pool.num_blocks == (1 << 20) // pool.bytes_per_block != KNOBS["num_blocks"]
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+def test_included_weights_are_mapped_and_not_read(made: Callable[[str], Made]) -> None:
+    with load(made("mixtral").included) as engine:
+        assert str(made("mixtral").included / "weights.safetensors") in Path("/proc/self/maps").read_text()
+        assert tokens(engine) == made("mixtral").tokens["2"][0]
 
 
 @pytest.mark.compile

@@ -241,7 +241,7 @@ MODELS: dict[str, tuple[Case, tuple[str, ...]]] = {
     "truncated shard": (folder(truncate), ("model-0000", "truncated or damaged", "bytes", "download it again")),
     "no shards": (
         folder(remove_shards),
-        ("no *.safetensors", SUPPORTED),
+        ("no *.safetensors", "supported: a folder of *.safetensors, sharded or not"),
     ),
     "no config": (folder(lambda path: (path / "config.json").unlink()), ("no config.json", SUPPORTED)),
     "unknown architecture": (folder(retype), ("config.json", "'florp' is unknown", "transformers")),
