@@ -29,7 +29,7 @@ from runtime.engine import Engine
 
 def exported(folder: Path, optimize: str, target: Path, dtype: str) -> dict[str, Any]:
     """Compile a model and export it; what that took, and what it made."""
-    with runtime.compile(folder, optimize=optimize, dtype=dtype, progress=False, num_blocks=8) as engine:
+    with runtime.compile(folder, optimize=optimize, dtype=dtype, progress=False) as engine:
         engine.export(target)
         compiled = engine.runner.compiled
         assert compiled is not None
