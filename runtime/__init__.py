@@ -123,7 +123,8 @@ def compile(
         optimize: "startup" compiles equal layers once, and calls what it compiled once a layer; "latency" compiles the
             whole model as one unit, which takes several times as long.
         eager_start: serve at once, uncompiled, while another process compiles; the compiled graph takes over between
-            two steps. On a CPU, for what is not in the compile cache yet.
+            two steps. On a CPU, for what is not in the compile cache yet. Tokens are equal in float32; in 16-bit dtypes
+            fused ops round less often, so where two tokens nearly tie the compiled graph may draw the other one.
         verify: run the acceptance test on a small random copy of the architecture first (chunked prefill and decode,
             mixed with other requests, against Hugging Face eager), and refuse the model if it differs.
         progress: bars on stderr.
