@@ -183,7 +183,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[fx.Graph
     """Have units run as they were traced, without inductor, and start with no graphs in the cache. The units so far."""
     units: list[fx.GraphModule] = []
 
-    def keep(made: Sequence[fx.GraphModule], folder: Path, *others: object) -> None:
+    def keep(made: Sequence[fx.GraphModule], calls: Sequence[int], folder: Path, *others: object) -> None:
         for index, unit in enumerate(made):
             unit_file(folder, index).write_text(str(len(units)))
             units.append(unit)
