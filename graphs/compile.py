@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ class Source:
     rules: Sequence[GraphRule]
     optimize: str
 
-    @property
+    @cached_property
     def key(self) -> str | None:
         """That of the compile cache; None if nothing can tell whether a kept graph would be this model's."""
         names = [rule.name for rule in self.rules]
@@ -62,9 +63,9 @@ class Source:
         )
 
 
-def find_compiled(source: Source, key: str | None = None) -> Compiled | None:
-    """The graph, if the compile cache has it. key: that of the source, if it is known."""
-    key = key or source.key
+def find_compiled(source: Source) -> Compiled | None:
+    """The graph, if the compile cache has it."""
+    key = source.key
     graph = None if key is None else compile_cache.find(key)
     return None if graph is None else _loaded(source, graph)
 

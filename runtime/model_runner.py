@@ -130,7 +130,7 @@ class ModelRunner:
             warnings.warn(f"{missing} is not on this machine: running uncompiled (backend='eager')", stacklevel=6)
             return EagerExecutor(loaded.module, self.cache)
         if (job := loaded.background_job(config, source.key)) is not None:
-            self._background, self._find_compiled = BackgroundCompile(job), lambda: find_compiled(source, job.key)
+            self._background, self._find_compiled = BackgroundCompile(job), lambda: find_compiled(source)
             return EagerExecutor(loaded.module, self.cache)
         return self._compiled_executor(compile_graph(source, progress=self._progress))
 

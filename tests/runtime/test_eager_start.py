@@ -191,9 +191,9 @@ def controlled(compiled: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Non
     find = graphs.compile.find_compiled
     seen: set[int] = set()
 
-    def at_second_sight(source: Source, key: str | None = None) -> Any:
+    def at_second_sight(source: Source) -> Any:
         if id(source) in seen:
-            return find(source, key)
+            return find(source)
         seen.add(id(source))
         return None
 
